@@ -1,0 +1,1 @@
+"""treewy: lossless tree speculative decoding for hybrid LLMs with Gated DeltaNet layers."""

@@ -1,0 +1,5 @@
+"""Causal depthwise convolution over draft trees, with its committed window."""
+
+from treewy.ops.conv.api import commit, verify
+
+__all__ = ["commit", "verify"]

@@ -1,0 +1,47 @@
+"""Tree convolution in PyTorch: one gather of W rows per row, one weighted sum."""
+
+import torch
+from torch.nn import functional
+
+from treewy.ops.dispatch import compute_dtype
+from treewy.ops.slots import check_slots, gather_slots, written
+from treewy.packed import PackedPath, PackedTree
+from treewy.shapes import Tensor
+
+
+def verify(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    slots: Tensor,
+    tree: PackedTree,
+    activation: str | None,
+) -> Tensor:
+    """See `api.verify`."""
+    check_slots(slots, window.shape[0])
+    dtype = compute_dtype(x, weight)
+    inputs = _inputs(x, window, slots).to(dtype)[tree.nearest_ancestors(weight.shape[1])]
+    y = (inputs * weight.T.to(dtype)).sum(dim=1)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation is not None:
+        y = functional.silu(y)
+    seq = tree.seq_of_row
+    live = (seq >= 0) & (slots[seq.clamp(min=0)] >= 0) if tree.num_seqs else torch.zeros_like(seq, dtype=torch.bool)
+    return torch.where(live[:, None], y, y.new_zeros(())).to(x.dtype)
+
+
+def commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath) -> None:
+    """See `api.commit`."""
+    check_slots(slots, window.shape[0])
+    targets, live = written(slots, path)
+    if len(targets):
+        newest = path.newest_inputs(window.shape[1] + 1)[live]
+        window[targets] = _inputs(x, window, slots)[newest].to(window.dtype)
+
+
+def _inputs(x: Tensor, window: Tensor, slots: Tensor) -> Tensor:
+    """Return the rows' inputs followed by every sequence's window: [N + B (W-1), C]."""
+    committed = gather_slots(window, slots).flatten(0, 1)
+    return torch.cat([x, committed.to(x.dtype)])

@@ -1,0 +1,173 @@
+"""Entry points of the gated delta rule on trees, with their checks."""
+
+from typing import NamedTuple
+
+import torch
+
+from treewy.errors import ShapeError
+from treewy.ops.dispatch import Implementations, select
+from treewy.packed import PackedPath, PackedTree
+from treewy.shapes import Float, Int, Tensor
+
+
+class Record(NamedTuple):
+    """What `verify` keeps of each row so that any path can be committed: pseudo-values, keys and log decays.
+
+    The log decay from the committed state to a row is `decay_high + decay_low`: one float32 loses the small gates that
+    follow a strong one.
+    """
+
+    u: Float[Tensor, "N HV V"]
+    k: Float[Tensor, "N H K"]
+    decay_high: Float[Tensor, "N HV"]
+    decay_low: Float[Tensor, "N HV"]
+
+
+class Snapshots(NamedTuple):
+    """What `verify_snapshots` keeps: the whole state after each row."""
+
+    states: Float[Tensor, "N HV V K"]
+
+
+class Verified(NamedTuple):
+    """Outputs of each row, and what commit needs."""
+
+    o: Float[Tensor, "N HV V"]
+    record: Record | Snapshots
+
+
+def verify(
+    q: Float[Tensor, "N H K"],
+    k: Float[Tensor, "N H K"],
+    v: Float[Tensor, "N HV V"],
+    g: Float[Tensor, "N HV"],
+    beta: Float[Tensor, "N HV"],
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    tree: PackedTree,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """Run the gated delta rule down every root path of each sequence's draft tree, in closed form.
+
+    Args:
+        q: Queries, normalised and scaled by K ** -0.5.
+        k: Keys, unit length.
+        v: Values; value head j uses key head j // (HV / H).
+        g: Log decay, natural log, at most 0.
+        beta: Write strength, in (0, 2).
+        state: Pool of committed states. Read only.
+        slots: Pool slot of each sequence; -1 makes its rows inert: zeros out, nothing read.
+        tree: The packed trees; rows past them are inert too.
+        out_dtype: Dtype of `o`; default: v's. The record stays in the compute dtype.
+        backend: "eager" (default) or "reference".
+
+    Raises:
+        ShapeError: operands do not fit the tree or the state.
+
+    Source: eqs. 5-6 of docs/theory.md; arXiv 2608.20961, section 3.
+    """
+    _check(q, k, v, g, beta, state, slots, tree)
+    return _implementation("gdn.verify", backend).verify(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype)
+
+
+def verify_snapshots(
+    q: Float[Tensor, "N H K"],
+    k: Float[Tensor, "N H K"],
+    v: Float[Tensor, "N HV V"],
+    g: Float[Tensor, "N HV"],
+    beta: Float[Tensor, "N HV"],
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    tree: PackedTree,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """Walk the recurrence level by level and keep the whole state of every row, in the state's dtype.
+
+    Arguments and errors as in `verify`. The walk itself runs in the compute dtype; each snapshot is rounded once.
+
+    Source: eq. 3 of docs/theory.md, the definition.
+    """
+    _check(q, k, v, g, beta, state, slots, tree)
+    implementation = _implementation("gdn.verify_snapshots", backend)
+    return implementation.verify_snapshots(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype)
+
+
+def commit(
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    record: Record,
+    path: PackedPath,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the state of each path's last node into its slot; empty paths and slot -1 change nothing, bit for bit.
+
+    Source: eq. 6 of docs/theory.md.
+    """
+    _check_commit(state, slots, path)
+    _implementation("gdn.commit", backend).commit(state, slots, record, path)
+
+
+def commit_snapshots(
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    record: Snapshots,
+    path: PackedPath,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy the snapshot of each path's last node into its slot; empty paths and slot -1 change nothing."""
+    _check_commit(state, slots, path)
+    _implementation("gdn.commit_snapshots", backend).commit_snapshots(state, slots, record, path)
+
+
+def _implementation(op: str, backend: str | None):
+    from treewy.ops.gdn import eager, reference
+
+    return select(op, Implementations(eager, reference), backend)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor, tree: PackedTree
+) -> None:
+    rows = tree.num_rows
+    if q.ndim != 3 or v.ndim != 3 or state.ndim != 4:
+        raise ShapeError(
+            f"q, k and v must be [rows, heads, dim] and state [slots, heads, V, K]; got q {tuple(q.shape)}, "
+            f"v {tuple(v.shape)}, state {tuple(state.shape)}. Drop the batch axis: rows of all sequences share one axis."
+        )
+    heads, value_heads = q.shape[1], v.shape[1]
+    expected = {
+        "q": (q, (rows, heads, state.shape[3])),
+        "k": (k, (rows, heads, state.shape[3])),
+        "v": (v, (rows, value_heads, state.shape[2])),
+        "g": (g, (rows, value_heads)),
+        "beta": (beta, (rows, value_heads)),
+        "state": (state, (state.shape[0], value_heads, state.shape[2], state.shape[3])),
+        "slots": (slots, (tree.num_seqs,)),
+    }
+    for name, (operand, shape) in expected.items():
+        if tuple(operand.shape) != shape:
+            raise ShapeError(
+                f"{name} must have shape {shape} for a tree of {rows} rows and {tree.num_seqs} sequences; "
+                f"got {tuple(operand.shape)}. Pack operands and tree from the same batch."
+            )
+    if heads == 0 or value_heads % heads:
+        raise ShapeError(
+            f"Value heads must be a multiple of key heads; got HV={value_heads}, H={heads}. "
+            "Value head j reads key head j // (HV / H)."
+        )
+
+
+def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
+    if tuple(slots.shape) != (path.tree.num_seqs,):
+        raise ShapeError(
+            f"slots must have one entry per sequence, {path.tree.num_seqs}; got shape {tuple(slots.shape)}. "
+            "Use the slots that were verified."
+        )
+    if state.ndim != 4:
+        raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")

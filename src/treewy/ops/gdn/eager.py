@@ -1,0 +1,179 @@
+"""Gated delta rule on trees in PyTorch: runs on every device, in float64 or float32 inside."""
+
+from typing import NamedTuple
+
+import torch
+
+from treewy.ops.dispatch import compute_dtype
+from treewy.ops.gdn.api import Record, Snapshots, Verified
+from treewy.ops.slots import check_slots, gather_slots, written
+from treewy.packed import PackedPath, PackedTree
+from treewy.shapes import Bool, Float, Int, Tensor
+
+# From this depth on, one triangular solve beats a product per level. Both are substitution.
+SOLVE_TRIANGULAR_DEPTH = 12
+
+
+class _Dense(NamedTuple):
+    """Operands at dense places, heads first; value heads grouped by key head (J = HV / H)."""
+
+    q: Float[Tensor, "B H 1 T K"]
+    k: Float[Tensor, "B H 1 T K"]
+    v: Float[Tensor, "B H J T V"]
+    log_decay: Float[Tensor, "B H J T"]  # float64: summed over the path
+    beta: Float[Tensor, "B H J T"]
+    state: Float[Tensor, "B H J V K"]
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    tree: PackedTree,
+    out_dtype: torch.dtype,
+) -> Verified:
+    """See `api.verify`."""
+    check_slots(slots, state.shape[0])
+    x = _dense(q, k, v, g, beta, state, slots, tree)
+    dtype = x.v.dtype
+    ancestors = tree.ancestors[:, None, None]
+    ratios = decay_ratios(x.log_decay, ancestors, dtype)
+    carried = x.log_decay.to(dtype).exp()[..., None]
+    keys_t = x.k.transpose(-1, -2)
+
+    couplings = x.beta[..., None] * ratios * (x.k @ keys_t)
+    couplings = torch.where(tree.strict_ancestors[:, None, None], couplings, couplings.new_zeros(()))
+    residual = x.beta[..., None] * (x.v - carried * (x.k @ x.state.transpose(-1, -2)))
+    u = solve(couplings, residual, tree)
+    o = carried * (x.q @ x.state.transpose(-1, -2)) + (ratios * (x.q @ keys_t)) @ u
+
+    live = _live_rows(slots, tree)
+    high = x.log_decay.to(dtype)
+    low = (x.log_decay - high.double()).to(dtype)
+    record = Record(_packed(u, tree), k.to(dtype), _packed(high, tree), _packed(low, tree))
+    return Verified(_masked(_packed(o, tree), live).to(out_dtype), record)
+
+
+def decay_ratios(log_decay: Tensor, ancestors: Bool[Tensor, "B 1 1 T T"], dtype: torch.dtype) -> Tensor:
+    """Return exp(G_t - G_i) for ancestors i of t or t itself, else 0.
+
+    The difference of float64 sums is taken before rounding, and masked before exp: an argument above 0 never
+    reaches it.
+    """
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    return torch.where(ancestors, difference, -torch.inf).to(dtype).exp()
+
+
+def solve(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Tensor:
+    """Solve (I + A) U = R by substitution: level by level, or row by row on deep trees.
+
+    Rows below the current level are masked, so that nothing unfinished is ever multiplied.
+    """
+    if tree.max_depth >= SOLVE_TRIANGULAR_DEPTH:
+        return torch.linalg.solve_triangular(couplings, residual, upper=False, unitriangular=True)
+    depth = tree.depth_dense[:, None, None, :, None]
+    zero = residual.new_zeros(())
+    u = torch.where(depth == 0, residual, zero)
+    for level in range(1, tree.max_depth + 1):
+        u = torch.where(depth <= level, residual - couplings @ u, zero)
+    return u
+
+
+def verify_snapshots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    tree: PackedTree,
+    out_dtype: torch.dtype,
+) -> Verified:
+    """See `api.verify_snapshots`."""
+    check_slots(slots, state.shape[0])
+    dtype = compute_dtype(q, k, v, g, beta, state)
+    group = v.shape[1] // q.shape[1]
+    q, k = (x.to(dtype).repeat_interleave(group, dim=1) for x in (q, k))
+    v, decay, beta = v.to(dtype), g.to(dtype).exp(), beta.to(dtype)
+    committed = gather_slots(state, slots).to(dtype)
+    wide = v.new_zeros(tree.num_rows, *state.shape[1:])
+    seq, parents, depth = tree.seq_of_row, tree.parents, tree.depth
+    offsets = tree.cu_rows[seq.clamp(min=0)]
+    for level in range(tree.max_depth + 1):
+        rows = ((depth == level) & (seq >= 0)).nonzero().squeeze(1)
+        before = committed[seq[rows]] if level == 0 else wide[offsets[rows] + parents[rows]]
+        decayed = decay[rows][..., None, None] * before
+        error = v[rows] - (decayed @ k[rows][..., None]).squeeze(-1)
+        wide[rows] = decayed + (beta[rows][..., None] * error)[..., None] * k[rows][..., None, :]
+    o = (wide @ q[..., None]).squeeze(-1)
+    live = _live_rows(slots, tree)
+    return Verified(_masked(o, live).to(out_dtype), Snapshots(wide.to(state.dtype, copy=True)))
+
+
+def commit(state: Tensor, slots: Tensor, record: Record, path: PackedPath) -> None:
+    """See `api.commit`."""
+    check_slots(slots, state.shape[0])
+    targets, live = written(slots, path)
+    if not len(targets):
+        return
+    dtype = record.u.dtype
+    rows = path.rows[path.active][live]
+    valid = path.valid[path.active][live]
+    safe = torch.where(valid, rows, 0)
+    log_decay = record.decay_high.double()[safe] + record.decay_low.double()[safe]
+    total = record.decay_high.double()[path.last_rows[live]] + record.decay_low.double()[path.last_rows[live]]
+    weights = torch.where(valid[..., None], total[:, None] - log_decay, -torch.inf).to(dtype).exp()
+    group = record.u.shape[1] // record.k.shape[1]
+    # Padding rows are masked by value, not by weight: 0 * NaN would be NaN.
+    u = torch.where(valid[..., None, None], record.u[safe], 0) * weights[..., None]
+    keys = torch.where(valid[..., None, None], record.k[safe], 0).repeat_interleave(group, dim=2)
+    written_part = u.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)
+    old = state[targets].to(dtype)
+    state[targets] = (total.to(dtype).exp()[..., None, None] * old + written_part).to(state.dtype)
+
+
+def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: PackedPath) -> None:
+    """See `api.commit_snapshots`."""
+    check_slots(slots, state.shape[0])
+    targets, live = written(slots, path)
+    if len(targets):
+        state[targets] = record.states[path.last_rows[live]].to(state.dtype)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor, tree: PackedTree
+) -> _Dense:
+    dtype = compute_dtype(q, k, v, g, beta, state)
+    num_heads = q.shape[1]
+
+    def heads_first(x: Tensor) -> Tensor:
+        dense = tree.to_dense(x).to(dtype)
+        dense = dense.unflatten(2, (num_heads, -1))
+        return dense.permute(0, 2, 3, 1, 4) if dense.ndim == 5 else dense.permute(0, 2, 3, 1)
+
+    per_row = heads_first(g).double()
+    log_decay = (tree.ancestors[:, None, None].double() @ per_row[..., None]).squeeze(-1)
+    committed = gather_slots(state, slots).to(dtype).unflatten(1, (num_heads, -1))
+    return _Dense(heads_first(q), heads_first(k), heads_first(v), log_decay, heads_first(beta), committed)
+
+
+def _packed(dense: Tensor, tree: PackedTree) -> Tensor:
+    """Bring [B, H, J, T, ...] to packed rows [N, HV, ...]."""
+    rows_first = dense.movedim(3, 1)
+    return tree.to_packed(rows_first.flatten(2, 3))
+
+
+def _live_rows(slots: Int[Tensor, "B"], tree: PackedTree) -> Bool[Tensor, "N"]:
+    seq = tree.seq_of_row
+    if tree.num_seqs == 0:
+        return torch.zeros_like(seq, dtype=torch.bool)
+    return (seq >= 0) & (slots[seq.clamp(min=0)] >= 0)
+
+
+def _masked(o: Tensor, live: Bool[Tensor, "N"]) -> Tensor:
+    return torch.where(live[:, None, None], o, o.new_zeros(()))

@@ -1,0 +1,20 @@
+"""The axis alphabet and the array aliases every signature uses.
+
+| letter | meaning                         | letter | meaning                        |
+|--------|---------------------------------|--------|--------------------------------|
+| B, S   | sequences, pool slots           | K, V   | key, value head dims           |
+| N      | packed rows of all trees        | C      | conv channels                  |
+| T      | tree rows of one sequence       | W      | conv width                     |
+| P      | accepted path length            | L      | layers                         |
+| H, HV  | key, value heads of GDN         | D      | depth                          |
+| HQ, HK | query, KV heads of attention    | E      | attention head dim             |
+| Q      | query rows, a subset of N       | M      | places of a KV cache           |
+"""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Array = np.ndarray
+
+__all__ = ["Array", "Bool", "Float", "Int", "Tensor"]
