@@ -52,7 +52,7 @@ class PackedTree:
         return max((int(topology(parents).depth.max()) for parents in self.shapes), default=0)
 
     @cached_property
-    def cu_rows(self) -> Int[Tensor, "B+1"]:
+    def cu_rows(self) -> Int[Tensor, "B1"]:
         """Row boundaries, on the device."""
         return self._tensor(np.asarray(self.starts))
 
@@ -113,7 +113,7 @@ class PackedTree:
     @cached_property
     def is_uniform(self) -> bool:
         """Whether all trees have one size and nothing is padding: dense and packed are then views of each other."""
-        return self.num_rows == self.num_seqs * self.max_size
+        return self.num_rows == self.starts[-1] == self.num_seqs * self.max_size
 
     def to_dense(self, packed: Tensor) -> Tensor:
         """Bring packed rows [N, ...] to dense places [B, T, ...]; padding is 0."""
@@ -194,7 +194,7 @@ class PackedPath:
         flat = [row + self.tree.starts[seq] for seq, path in enumerate(self.paths) for row in path]
         return torch.tensor(flat, dtype=torch.int64, device=self.tree.device)
 
-    def newest_inputs(self, width: int) -> Int[Tensor, "A W-1"]:
+    def newest_inputs(self, width: int) -> Int[Tensor, "A W1"]:
         """Return, for each active sequence, where its new window's inputs lie, oldest first.
 
         Places count as in `PackedTree.nearest_ancestors`.

@@ -9,6 +9,7 @@
 | H, HV  | key, value heads of GDN         | D      | depth                          |
 | HQ, HK | query, KV heads of attention    | E      | attention head dim             |
 | Q      | query rows, a subset of N       | M      | places of a KV cache           |
+| B1     | B + 1                           | W1     | W - 1                          |
 """
 
 import numpy as np

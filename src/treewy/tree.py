@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,6 +50,8 @@ class DraftTree:
     @classmethod
     def chain(cls, num_drafts: int) -> DraftTree:
         """Return the chain of `num_drafts` drafts below the root."""
+        if num_drafts < 0:
+            raise TreeError(f"A chain must have at least 0 drafts; got {num_drafts}. Pass 0 for a step without drafts.")
         return cls.from_widths([1] * num_drafts)
 
     @classmethod
@@ -129,10 +132,15 @@ class DraftTree:
         """Return the tree of `rows`, renumbered in the order given.
 
         Raises:
-            TreeError: a row's parent is missing from `rows`, or comes after it.
+            TreeError: a row is not in the tree or comes twice, or its parent is missing or comes after it.
         """
         new_row = {-1: -1}
         for place, row in enumerate(rows):
+            if not 0 <= row < self.num_rows or row in new_row:
+                raise TreeError(
+                    f"A selection must hold rows of the tree, each once; place {place} has row {row} of "
+                    f"{self.num_rows} rows. Select distinct rows in 0..{self.num_rows - 1}."
+                )
             if self.parents[row] not in new_row:
                 raise TreeError(
                     f"A selection must hold every row's parent before the row; row {row} has parent "
@@ -144,6 +152,8 @@ class DraftTree:
 
     def prefix(self, num_rows: int) -> DraftTree:
         """Return the tree of the first `num_rows` rows, which in topological order is always a tree."""
+        if not 1 <= num_rows <= self.num_rows:
+            raise TreeError(f"A prefix must have 1..{self.num_rows} rows; got {num_rows}. Cut the budget to the tree.")
         return self.select(range(num_rows))
 
     def best_subtree(self, scores: Sequence[float], budget: int) -> list[int]:
@@ -158,6 +168,8 @@ class DraftTree:
         """
         if len(scores) != self.num_rows:
             raise TreeError(f"There must be one score per row; got {len(scores)} scores for {self.num_rows} rows.")
+        if np.isnan(scores).any():
+            raise TreeError(f"Every score must be a number; got {list(scores)}. Give rows without a score -inf.")
         if budget < 1:
             raise TreeError(f"A row budget must be at least 1, for the root; got {budget}.")
         return _tree_knapsack(self, np.asarray(scores, dtype=np.float64), min(budget, self.num_rows))
@@ -208,7 +220,8 @@ def _checked_parents(parents: Sequence[int]) -> tuple[int, ...]:
     for row, parent in enumerate(checked[1:], start=1):
         if parent < 0:
             raise TreeError(
-                f"There must be one root, row 0; node {row} has parent {parent}. Give node {row} a parent in 0..{row - 1}."
+                f"There must be one root, row 0; node {row} has parent {parent}. "
+                f"Give node {row} a parent in 0..{row - 1}."
             )
         if parent >= row:
             raise TreeError(
@@ -225,13 +238,19 @@ def _as_int(parent: object, row: int) -> int:
 
 
 def _checked_tokens(tokens: Sequence[int], num_rows: int) -> tuple[int, ...]:
-    checked = tuple(int(token) for token in tokens)
+    checked = tuple(_as_token(token, row) for row, token in enumerate(tokens))
     if len(checked) != num_rows:
         raise TreeError(f"There must be one token per row; got {len(checked)} tokens for {num_rows} rows.")
     for row, token in enumerate(checked):
         if token < 0:
             raise TreeError(f"Every token id must be at least 0; node {row} has token {token}. Drop the node instead.")
     return checked
+
+
+def _as_token(token: object, row: int) -> int:
+    if not isinstance(token, (bool, np.bool_)) and hasattr(token, "__index__"):
+        return operator.index(token)
+    raise TreeError(f"Every token id must be an integer; node {row} has token {token!r}. Pass token ids.")
 
 
 def _tree_knapsack(tree: DraftTree, scores: np.ndarray, budget: int) -> list[int]:

@@ -3,7 +3,7 @@
 import torch
 
 from treewy.errors import CapacityError
-from treewy.packed import PackedPath
+from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Bool, Int, Tensor
 
 
@@ -31,6 +31,14 @@ def gather_slots(pool: Tensor, slots: Int[Tensor, "B"]) -> Tensor:
     return torch.where(
         live.view(-1, *[1] * (pool.ndim - 1)), gathered, torch.zeros((), dtype=pool.dtype, device=pool.device)
     )
+
+
+def live_rows(slots: Int[Tensor, "B"], tree: PackedTree) -> Bool[Tensor, "N"]:
+    """Return which packed rows belong to a sequence on a live slot."""
+    seq = tree.seq_of_row
+    if tree.num_seqs == 0:
+        return torch.zeros_like(seq, dtype=torch.bool)
+    return (seq >= 0) & (slots[seq.clamp(min=0)] >= 0)
 
 
 def written(slots: Int[Tensor, "B"], path: PackedPath) -> tuple[Int[Tensor, "A"], Bool[Tensor, "A0"]]:

@@ -64,7 +64,13 @@ def commit(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write each accepted path's keys and values to consecutive places after the committed ones."""
+    """Write each accepted path's keys and values to consecutive places after the committed ones.
+
+    Raises:
+        ShapeError: operands do not fit the tree.
+        CapacityError: a path passes the end of the pool.
+    """
+    _check_rows(k, v, keys, values, slots, lengths, path.tree)
     for seq, (length, added) in enumerate(zip(lengths, path.lengths, strict=True)):
         if length + added > keys.shape[1]:
             raise CapacityError(
@@ -91,18 +97,30 @@ def _check(
     tree: PackedTree,
     first: list[int],
 ) -> None:
+    _check_rows(k, v, keys, values, slots, lengths, tree)
+    fits = len(first) == tree.num_seqs and all(0 <= row <= size for row, size in zip(first, tree.sizes, strict=True))
+    if not fits:
+        raise ShapeError(
+            f"first_query must hold one row of each tree, or its size; got {first} for trees of {list(tree.sizes)} "
+            "rows. Leave it out to ask from every row."
+        )
     num_queries = sum(size - start for size, start in zip(tree.sizes, first, strict=True))
     num_queries += tree.num_rows - tree.starts[-1]  # inert rows ask too, and get zeros
+    if q.ndim != 3 or q.shape[0] != num_queries or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"q must be [{num_queries}, multiple of {k.shape[1]}, {k.shape[2]}]; got {tuple(q.shape)}. "
+            "Query head j reads KV head j // (HQ / HK)."
+        )
+
+
+def _check_rows(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Sequence[int], tree: PackedTree
+) -> None:
     kv_shape = (tree.num_rows, *keys.shape[2:])
     if k.shape != kv_shape or v.shape != kv_shape or keys.shape != values.shape:
         raise ShapeError(
             f"k and v must be {kv_shape} for this tree and pool; got k {tuple(k.shape)}, v {tuple(v.shape)}, pools "
             f"{tuple(keys.shape)} and {tuple(values.shape)}. Pack operands and tree from the same batch."
-        )
-    if q.ndim != 3 or q.shape[0] != num_queries or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ShapeError(
-            f"q must be [{num_queries}, multiple of {k.shape[1]}, {k.shape[2]}]; got {tuple(q.shape)}. "
-            "Query head j reads KV head j // (HQ / HK)."
         )
     if tuple(slots.shape) != (tree.num_seqs,) or len(lengths) != tree.num_seqs:
         raise ShapeError(

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
 from treewy.tree import DraftTree
 
 
 def verify(q, k, v, keys, values, slots, lengths, tree: PackedTree, scale: float, first: list[int]) -> torch.Tensor:
     """See `api.verify`."""
+    check_slots(slots, keys.shape[0])
     queries, new_keys, new_values = (_numpy(x) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     out, place = np.zeros(q.shape), 0
@@ -31,6 +33,7 @@ def verify(q, k, v, keys, values, slots, lengths, tree: PackedTree, scale: float
 
 def commit(keys, values, slots, lengths: Sequence[int], k, v, path: PackedPath) -> None:
     """See `api.commit`."""
+    check_slots(slots, keys.shape[0])
     for seq, (slot, nodes) in enumerate(zip(slots.tolist(), path.paths, strict=True)):
         if slot >= 0:
             for offset, node in enumerate(nodes):

@@ -12,7 +12,7 @@ def verify(
     x: Float[Tensor, "N C"],
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, "C"] | None,
-    window: Float[Tensor, "S W-1 C"],
+    window: Float[Tensor, "S W1 C"],
     slots: Int[Tensor, "B"],
     tree: PackedTree,
     *,
@@ -36,14 +36,14 @@ def verify(
 
     Source: docs/theory.md, convolution.
     """
-    _check(x, weight, window, slots, tree)
+    _check(x, weight, bias, window, slots, tree)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"The activation must be one of {ACTIVATIONS}; got {activation!r}. Apply it outside.")
     return _implementation("conv.verify", backend).verify(x, weight, bias, window, slots, tree, activation)
 
 
 def commit(
-    window: Float[Tensor, "S W-1 C"],
+    window: Float[Tensor, "S W1 C"],
     slots: Int[Tensor, "B"],
     x: Float[Tensor, "N C"],
     path: PackedPath,
@@ -51,7 +51,8 @@ def commit(
     backend: str | None = None,
 ) -> None:
     """Move each window forward over its accepted path; short paths keep the newest old inputs."""
-    if x.shape[0] != path.tree.num_rows or x.shape[1] != window.shape[2]:
+    _check_slots_shape(slots, path.tree)
+    if x.shape != (path.tree.num_rows, window.shape[2]):
         raise ShapeError(
             f"x must be [{path.tree.num_rows}, {window.shape[2]}], the inputs that were verified; got {tuple(x.shape)}."
             " Keep the step's conv inputs until commit."
@@ -65,17 +66,23 @@ def _implementation(op: str, backend: str | None):
     return select(op, Implementations(eager, reference), backend)
 
 
-def _check(x: Tensor, weight: Tensor, window: Tensor, slots: Tensor, tree: PackedTree) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, slots: Tensor, tree: PackedTree) -> None:
     channels, width = weight.shape
     if x.shape != (tree.num_rows, channels):
         raise ShapeError(
             f"x must be [{tree.num_rows}, {channels}] for this tree and weight; got {tuple(x.shape)}. "
             "Pack the rows of all sequences on one axis."
         )
+    if bias is not None and bias.shape != (channels,):
+        raise ShapeError(f"bias must be [{channels}], one per channel; got {tuple(bias.shape)}. Expand it first.")
     if window.shape[1:] != (width - 1, channels):
         raise ShapeError(
             f"window must be [slots, {width - 1}, {channels}] for a width-{width} convolution; "
             f"got {tuple(window.shape)}. Windows hold inputs, one row per token."
         )
+    _check_slots_shape(slots, tree)
+
+
+def _check_slots_shape(slots: Tensor, tree: PackedTree) -> None:
     if tuple(slots.shape) != (tree.num_seqs,):
         raise ShapeError(f"slots must have {tree.num_seqs} entries; got shape {tuple(slots.shape)}. One per sequence.")

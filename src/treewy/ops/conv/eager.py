@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from treewy.ops.dispatch import compute_dtype
-from treewy.ops.slots import check_slots, gather_slots, written
+from treewy.ops.slots import check_slots, gather_slots, live_rows, written
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Tensor
 
@@ -27,9 +27,7 @@ def verify(
         y = y + bias.to(dtype)
     if activation is not None:
         y = functional.silu(y)
-    seq = tree.seq_of_row
-    live = (seq >= 0) & (slots[seq.clamp(min=0)] >= 0) if tree.num_seqs else torch.zeros_like(seq, dtype=torch.bool)
-    return torch.where(live[:, None], y, y.new_zeros(())).to(x.dtype)
+    return torch.where(live_rows(slots, tree)[:, None], y, y.new_zeros(())).to(x.dtype)
 
 
 def commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath) -> None:
@@ -42,6 +40,7 @@ def commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath) -> None:
 
 
 def _inputs(x: Tensor, window: Tensor, slots: Tensor) -> Tensor:
-    """Return the rows' inputs followed by every sequence's window: [N + B (W-1), C]."""
+    """Return the rows' inputs followed by every sequence's window: [N + B (W-1), C], in the wider of both dtypes."""
     committed = gather_slots(window, slots).flatten(0, 1)
-    return torch.cat([x, committed.to(x.dtype)])
+    dtype = torch.promote_types(x.dtype, window.dtype)
+    return torch.cat([x.to(dtype), committed.to(dtype)])

@@ -3,12 +3,14 @@
 import numpy as np
 import torch
 
+from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
 from treewy.tree import DraftTree
 
 
 def verify(x, weight, bias, window, slots, tree: PackedTree, activation: str | None) -> torch.Tensor:
     """See `api.verify`."""
+    check_slots(slots, window.shape[0])
     taps = _numpy(weight).T
     inputs, windows = _numpy(x), _numpy(window)
     y = np.zeros(x.shape)
@@ -23,17 +25,17 @@ def verify(x, weight, bias, window, slots, tree: PackedTree, activation: str | N
             if bias is not None:
                 y[path[-1]] += _numpy(bias)
     if activation is not None:
-        y = y / (1 + np.exp(-y))
+        y = y * 0.5 * (1 + np.tanh(y / 2))  # silu; the logistic as tanh never overflows
     return torch.from_numpy(y).to(x.device, x.dtype)
 
 
 def commit(window: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, path: PackedPath) -> None:
     """See `api.commit`."""
+    check_slots(slots, window.shape[0])
     for seq, (slot, nodes) in enumerate(zip(slots.tolist(), path.paths, strict=True)):
         if nodes and slot >= 0:
             rows = [path.tree.starts[seq] + node for node in nodes]
-            history = torch.cat([window[slot], x[rows].to(window.dtype)])
-            window[slot] = history[-window.shape[1] :].clone() if window.shape[1] else history[:0]
+            window[slot] = torch.cat([window[slot], x[rows].to(window.dtype)])[len(rows) :]
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:

@@ -109,6 +109,7 @@ def commit(
     Source: eq. 6 of docs/theory.md.
     """
     _check_commit(state, slots, path)
+    _check_record(state, record, path)
     _implementation("gdn.commit", backend).commit(state, slots, record, path)
 
 
@@ -122,6 +123,11 @@ def commit_snapshots(
 ) -> None:
     """Copy the snapshot of each path's last node into its slot; empty paths and slot -1 change nothing."""
     _check_commit(state, slots, path)
+    if record.states.shape != (path.tree.num_rows, *state.shape[1:]):
+        raise ShapeError(
+            f"Snapshots must be {(path.tree.num_rows, *state.shape[1:])} for this tree and state; got "
+            f"{tuple(record.states.shape)}. Commit what verify_snapshots returned for this tree."
+        )
     _implementation("gdn.commit_snapshots", backend).commit_snapshots(state, slots, record, path)
 
 
@@ -138,7 +144,7 @@ def _check(
     if q.ndim != 3 or v.ndim != 3 or state.ndim != 4:
         raise ShapeError(
             f"q, k and v must be [rows, heads, dim] and state [slots, heads, V, K]; got q {tuple(q.shape)}, "
-            f"v {tuple(v.shape)}, state {tuple(state.shape)}. Drop the batch axis: rows of all sequences share one axis."
+            f"v {tuple(v.shape)}, state {tuple(state.shape)}. Drop the batch axis: the rows of all sequences share one."
         )
     heads, value_heads = q.shape[1], v.shape[1]
     expected = {
@@ -171,3 +177,20 @@ def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
         )
     if state.ndim != 4:
         raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")
+
+
+def _check_record(state: Tensor, record: Record, path: PackedPath) -> None:
+    rows, value_heads, value_dim, key_dim = path.tree.num_rows, *state.shape[1:]
+    heads = record.k.shape[1]
+    expected = Record(
+        u=(rows, value_heads, value_dim),
+        k=(rows, heads, key_dim),
+        decay_high=(rows, value_heads),
+        decay_low=(rows, value_heads),
+    )
+    given = Record(*(tuple(part.shape) for part in record))
+    if given != expected or heads == 0 or value_heads % heads:
+        raise ShapeError(
+            f"A record must fit the tree and the state, {expected}; got {given}. Commit what verify returned for this "
+            "tree."
+        )

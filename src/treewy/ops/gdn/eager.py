@@ -6,9 +6,9 @@ import torch
 
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.gdn.api import Record, Snapshots, Verified
-from treewy.ops.slots import check_slots, gather_slots, written
+from treewy.ops.slots import check_slots, gather_slots, live_rows, written
 from treewy.packed import PackedPath, PackedTree
-from treewy.shapes import Bool, Float, Int, Tensor
+from treewy.shapes import Bool, Float, Tensor
 
 # From this depth on, one triangular solve beats a product per level. Both are substitution.
 SOLVE_TRIANGULAR_DEPTH = 12
@@ -51,7 +51,7 @@ def verify(
     u = solve(couplings, residual, tree)
     o = carried * (x.q @ x.state.transpose(-1, -2)) + (ratios * (x.q @ keys_t)) @ u
 
-    live = _live_rows(slots, tree)
+    live = live_rows(slots, tree)
     high = x.log_decay.to(dtype)
     low = (x.log_decay - high.double()).to(dtype)
     record = Record(_packed(u, tree), k.to(dtype), _packed(high, tree), _packed(low, tree))
@@ -111,7 +111,7 @@ def verify_snapshots(
         error = v[rows] - (decayed @ k[rows][..., None]).squeeze(-1)
         wide[rows] = decayed + (beta[rows][..., None] * error)[..., None] * k[rows][..., None, :]
     o = (wide @ q[..., None]).squeeze(-1)
-    live = _live_rows(slots, tree)
+    live = live_rows(slots, tree)
     return Verified(_masked(o, live).to(out_dtype), Snapshots(wide.to(state.dtype, copy=True)))
 
 
@@ -166,13 +166,6 @@ def _packed(dense: Tensor, tree: PackedTree) -> Tensor:
     """Bring [B, H, J, T, ...] to packed rows [N, HV, ...]."""
     rows_first = dense.movedim(3, 1)
     return tree.to_packed(rows_first.flatten(2, 3))
-
-
-def _live_rows(slots: Int[Tensor, "B"], tree: PackedTree) -> Bool[Tensor, "N"]:
-    seq = tree.seq_of_row
-    if tree.num_seqs == 0:
-        return torch.zeros_like(seq, dtype=torch.bool)
-    return (seq >= 0) & (slots[seq.clamp(min=0)] >= 0)
 
 
 def _masked(o: Tensor, live: Bool[Tensor, "N"]) -> Tensor:

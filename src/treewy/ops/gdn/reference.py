@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from treewy.ops.gdn.api import Record, Snapshots, Verified
+from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Array
 from treewy.tree import DraftTree
@@ -99,9 +100,8 @@ def rebuild(state: Array, u: Array, k: Array, log_decay: Array) -> Array:
 
 def verify(q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype: torch.dtype) -> Verified:
     """See `api.verify`."""
-    num_rows, num_value_heads, value_dim = v.shape
-    o, u = np.zeros(v.shape), np.zeros(v.shape)
-    log_decay = np.zeros((num_rows, num_value_heads))
+    check_slots(slots, state.shape[0])
+    o, u, log_decay = np.zeros(v.shape), np.zeros(v.shape), np.zeros(g.shape)
     for seq, rows, before in _sequences(q, k, v, g, beta, state, slots, tree):
         span = slice(tree.starts[seq], tree.starts[seq + 1])
         o[span], u[span], log_decay[span] = closed_form(rows, before, tree.shapes[seq])
@@ -112,6 +112,7 @@ def verify(q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype: torch.dt
 
 def verify_snapshots(q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype: torch.dtype) -> Verified:
     """See `api.verify_snapshots`."""
+    check_slots(slots, state.shape[0])
     o = np.zeros(v.shape)
     states = np.zeros((v.shape[0], *state.shape[1:]))
     for seq, rows, before in _sequences(q, k, v, g, beta, state, slots, tree):
@@ -123,6 +124,7 @@ def verify_snapshots(q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype
 
 def commit(state: torch.Tensor, slots: torch.Tensor, record: Record, path: PackedPath) -> None:
     """See `api.commit`."""
+    check_slots(slots, state.shape[0])
     group = record.u.shape[1] // record.k.shape[1]
     u, k = _numpy(record.u), np.repeat(_numpy(record.k), group, axis=1)
     log_decay = _numpy(record.decay_high) + _numpy(record.decay_low)
@@ -133,6 +135,7 @@ def commit(state: torch.Tensor, slots: torch.Tensor, record: Record, path: Packe
 
 def commit_snapshots(state: torch.Tensor, slots: torch.Tensor, record: Snapshots, path: PackedPath) -> None:
     """See `api.commit_snapshots`."""
+    check_slots(slots, state.shape[0])
     for slot, rows in _targets(slots, path):
         state[slot] = record.states[rows[-1]].to(state.dtype)
 
