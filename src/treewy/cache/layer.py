@@ -1,0 +1,93 @@
+"""The memory of one layer, for every slot of a pool."""
+
+from typing import NamedTuple
+
+import torch
+
+from treewy.shapes import Tensor
+
+
+class LinearSpec(NamedTuple):
+    """Sizes of a gated-delta layer's memory."""
+
+    num_value_heads: int
+    value_dim: int
+    key_dim: int
+    conv_channels: int
+    conv_width: int
+
+
+class AttentionSpec(NamedTuple):
+    """Sizes of a softmax layer's memory."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+LayerSpec = LinearSpec | AttentionSpec
+
+
+class LinearLayer:
+    """Recurrent states [S, HV, V, K] and conv windows [S, W - 1, C], oldest input first."""
+
+    def __init__(
+        self,
+        spec: LinearSpec,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_slots, spec.num_value_heads, spec.value_dim, spec.key_dim)
+        self.state = torch.zeros(shape, dtype=state_dtype, device=device)
+        self.window = torch.zeros(num_slots, spec.conv_width - 1, spec.conv_channels, dtype=dtype, device=device)
+
+    def reset(self, slot: int) -> None:
+        """Make `slot` the memory of an empty sequence."""
+        self.state[slot] = 0
+        self.window[slot] = 0
+
+    def poison(self, slot: int) -> None:
+        """Fill `slot` with NaN, so that any later read of it shows."""
+        self.state[slot] = torch.nan
+        self.window[slot] = torch.nan
+
+
+class AttentionLayer:
+    """Committed keys and values [S, M, HK, E]; places past a sequence's length are never read."""
+
+    # Places are added this many at a time.
+    BLOCK = 256
+
+    def __init__(self, spec: AttentionSpec, num_slots: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (num_slots, 0, spec.num_kv_heads, spec.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_places(self) -> int:
+        """Places of each slot (M)."""
+        return self.keys.shape[1]
+
+    def reserve(self, num_places: int) -> None:
+        """Grow every slot to at least `num_places`, doubling so that growth costs little."""
+        if num_places <= self.num_places:
+            return
+        target = max(num_places, min(2 * self.num_places, num_places + 16 * self.BLOCK))
+        target = -(-target // self.BLOCK) * self.BLOCK
+        self.keys, self.values = (_grown(x, target) for x in (self.keys, self.values))
+
+    def reset(self, slot: int) -> None:
+        """Nothing to do: an empty sequence has length 0."""
+
+    def poison(self, slot: int) -> None:
+        """Fill `slot` with NaN, so that any later read of it shows."""
+        self.keys[slot] = torch.nan
+        self.values[slot] = torch.nan
+
+
+def _grown(pool: Tensor, num_places: int) -> Tensor:
+    grown = pool.new_zeros(pool.shape[0], num_places, *pool.shape[2:])
+    grown[:, : pool.shape[1]] = pool
+    return grown

@@ -1,0 +1,172 @@
+"""One step: draft, verify, accept, commit. The same few lines for any batch, tree and policy."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from treewy.accept import Accepted, walk_choices
+from treewy.cache import Batch, CachePool, get_policy
+from treewy.cache.step import Pending
+from treewy.draft import Committed, Drafter, Root
+from treewy.draft.shape import cut_to_depth
+from treewy.engine.request import Request
+from treewy.engine.stream import StreamEvent, TokenKind
+from treewy.model import Target, Verified
+from treewy.packed import PackedTree, pack
+from treewy.shapes import Tensor
+from treewy.tree import DraftTree
+
+PREFILL_POLICY = "reconstruct"
+
+
+class Machine(NamedTuple):
+    """What a step works with."""
+
+    target: Target
+    drafter: Drafter
+    cache: CachePool
+    eos_ids: frozenset[int]
+
+
+def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent]:
+    """Advance every request by one draft tree; return the tokens each gained.
+
+    Verify reads the committed memory, commit is the only write, and what is pending dies with the step.
+    """
+    target, drafter, cache, _ = machine
+    trees = drafter.propose([_root(request) for request in requests])
+    packed = pack(trees, device=target.device)
+    tokens = [token for tree in trees for token in tree.tokens or ()]
+    verified = target.verify(Batch(packed, _ids(tokens, target), _slots(requests)), cache)
+    choices = verified.logits.argmax(dim=-1).tolist()
+
+    starts = packed.starts
+    accepted = [walk_choices(tree, choices[starts[i] : starts[i + 1]]) for i, tree in enumerate(trees)]
+    events, paths = [], []
+    for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+        kinds = _kinds(accepted[i], tree)
+        event = deliver(request, accepted[i].tokens, kinds, machine.eos_ids)
+        cut = accepted[i].cut(len(event.token_ids))
+        request.stats.count_step(tree, cut.path, len(cut.tokens))
+        _record_gaps(request, verified.logits, [starts[i] + row for row in cut.path])
+        events.append(event)
+        paths.append(cut.path)
+    _measure(requests, packed, verified.pending, cache)
+    cache.commit(verified.pending, paths)
+    drafter.observe(_committed(requests, verified, packed, paths))
+    return events
+
+
+def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[StreamEvent]:
+    """Run the next `chunk` prompt tokens of each request as a chain, all of it committed.
+
+    A request whose prompt is done gets its first token.
+    """
+    target, drafter, cache, _ = machine
+    parts = [request.prompt[request.prefilled : request.prefilled + chunk] for request in requests]
+    packed = pack([DraftTree.chain(len(part) - 1) for part in parts], device=target.device)
+    last_rows = torch.tensor(packed.starts[1:], device=target.device) - 1
+    tokens = _ids([token for part in parts for token in part], target)
+    batch = Batch(packed, tokens, _slots(requests), last_rows, get_policy(PREFILL_POLICY))
+    verified = target.verify(batch, cache)
+    paths = [range(len(part)) for part in parts]
+    cache.commit(verified.pending, paths)
+
+    events, following = [], []
+    choices = verified.logits.argmax(dim=-1).tolist()
+    for place, (request, part) in enumerate(zip(requests, parts, strict=True)):
+        request.prefilled += len(part)
+        if request.prefilled < len(request.prompt):
+            following.append(request.prompt[request.prefilled])
+            continue
+        following.append(choices[place])
+        events.append(deliver(request, [choices[place]], [TokenKind.PREFILL], machine.eos_ids))
+        _record_gaps(request, verified.logits, [place])
+    hidden = verified.hidden
+    rows = zip(requests, parts, following, packed.starts, strict=False)
+    drafter.observe(
+        [Committed(_slot(r), hidden[at : at + len(part)], [*part[1:], token]) for r, part, token, at in rows]
+    )
+    return events
+
+
+def deliver(
+    request: Request, tokens: Sequence[int], kinds: Sequence[TokenKind], eos_ids: frozenset[int]
+) -> StreamEvent:
+    """Append tokens to a request up to wherever it ends: end of text, a stop string, or its limit."""
+    pieces: list[str] = []
+    for token in tokens:
+        request.output.append(token)
+        ends = token in eos_ids and not request.params.ignore_eos
+        pieces.append("" if ends else request.detokenizer.push(token))
+        if ends:
+            request.finish_reason = "eos"
+        elif request.detokenizer.stopped:
+            request.finish_reason = "stop"
+        elif request.num_left == 0:
+            request.finish_reason = "length"
+        if request.finish_reason:
+            pieces[-1] += request.detokenizer.flush()
+            # A stop string may have been complete but for what was held back.
+            request.finish_reason = "stop" if request.detokenizer.stopped else request.finish_reason
+            break
+    count, stats = len(pieces), request.stats
+    stats.kinds.extend(kinds[:count])
+    stats.last_token = perf_counter()
+    stats.first_token = stats.first_token or stats.last_token
+    return StreamEvent(request.id, list(tokens[:count]), list(kinds[:count]), pieces, request.finish_reason)
+
+
+def _root(request: Request) -> Root:
+    # A step delivers up to depth + 1 tokens: deeper rows than the request can still use are not drafted.
+    return Root(_slot(request), request.output[-1], cut_to_depth(request.shape, request.num_left - 1))
+
+
+def _kinds(accepted: Accepted, tree: DraftTree) -> list[TokenKind]:
+    last = TokenKind.BONUS if accepted.is_bonus else TokenKind.RECOVERED
+    if tree.num_drafts == 0:
+        last = TokenKind.PLAIN
+    return [TokenKind.ACCEPTED] * (len(accepted.tokens) - 1) + [last]
+
+
+def _committed(
+    requests: Sequence[Request], verified: Verified, packed: PackedTree, paths: Sequence[Sequence[int]]
+) -> list[Committed]:
+    committed = []
+    for request, start, path in zip(requests, packed.starts, paths, strict=False):
+        rows = torch.tensor(list(path), device=verified.hidden.device) + start
+        committed.append(Committed(_slot(request), verified.hidden[rows], request.output[-len(path) :]))
+    return committed
+
+
+def _record_gaps(request: Request, logits: Tensor, rows: list[int]) -> None:
+    if request.params.record_gaps:
+        top = logits[rows].double().topk(2, dim=-1).values
+        request.stats.gaps += (top[:, 0] - top[:, 1]).tolist()
+
+
+def _measure(requests: Sequence[Request], packed: PackedTree, pending: Pending, cache: CachePool) -> None:
+    """Keep each sequence's peak: its slot's bytes and its rows' share of what the step holds."""
+    held = pending.bytes()
+    for request, size in zip(requests, packed.sizes, strict=True):
+        share = size / packed.num_rows
+        state, conv, kv = cache.slot_bytes(_slot(request))
+        stats = request.stats
+        stats.state_bytes = max(stats.state_bytes, state + round(held.state * share))
+        stats.conv_bytes = max(stats.conv_bytes, conv + round(held.conv * share))
+        stats.kv_bytes = max(stats.kv_bytes, kv + round(held.kv * share))
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+
+def _slots(requests: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(_slot(request) for request in requests)
+
+
+def _ids(tokens: Sequence[int], target: Target) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.int64, device=target.device)

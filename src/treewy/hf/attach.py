@@ -1,0 +1,75 @@
+"""Standing in for a model's mixers during one forward, and leaving it as it was.
+
+Only what has memory is replaced: the forward of each gated-delta mixer (its weights stay where they are) and the
+attention function, through transformers' own registry. The step travels as a keyword argument of the model's forward,
+so nothing is global and nothing outlives the call.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from treewy.cache import Step
+from treewy.errors import RequestError
+from treewy.hf.mixers import gated_delta_net
+from treewy.shapes import Tensor
+
+ATTENTION_NAME = "treewy"
+STEP_ARGUMENT = "treewy_step"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    treewy_step: Step | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attend by tree: transformers' attention function over the packed row, heads second ([1, heads, N, E])."""
+    del attention_mask, unused
+    if treewy_step is None:
+        raise RequestError(
+            "This attention function runs inside a treewy step only; it was called by a plain forward. "
+            "Set the model's attention implementation back to 'sdpa'."
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    o = treewy_step.attend(module.layer_idx, q, k, v, scale=scaling)
+    return o.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+@contextmanager
+def attached(layers: nn.ModuleList, config: SimpleNamespace | Any) -> Iterator[None]:
+    """Replace the mixers of `layers` for one forward; put everything back, also after an exception.
+
+    Args:
+        layers: Decoder layers.
+        config: The config object their attention modules read.
+    """
+    implementation = config._attn_implementation_internal
+    mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    before: list[tuple[nn.Module, Callable | None]] = []
+    try:
+        config._attn_implementation_internal = ATTENTION_NAME
+        for mixer in mixers:
+            before.append((mixer, mixer.__dict__.get("forward")))
+            mixer.forward = partial(gated_delta_net, mixer)
+        yield
+    finally:
+        config._attn_implementation_internal = implementation
+        for mixer, forward in before:
+            if forward is None:
+                del mixer.__dict__["forward"]
+            else:
+                mixer.forward = forward

@@ -1,0 +1,133 @@
+"""Reading a checkpoint folder: resolved, checked whole, and every foreign error mapped here."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from treewy.errors import RequestError, UnsupportedError
+from treewy.hf.mtp import MARKER, PREFIX
+from treewy.shapes import Tensor
+
+SHIPPED = Path(__file__).parent.parent / "assets" / "checkpoint"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def resolve(model: str | Path | None) -> Path:
+    """Return the local folder of a checkpoint: the shipped one for None, a folder, or a hub id's snapshot.
+
+    Raises:
+        RequestError: there is no such folder, and no such model can be fetched.
+    """
+    if model is None:
+        return SHIPPED
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1:
+        raise RequestError(
+            f"A model must be a checkpoint folder or a hub id of the form owner/name; {str(model)!r} is neither. "
+            "Check the path."
+        )
+    return _snapshot(str(model))
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the folder's tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(folder, "tokenizer", error) from error
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """Return the folder's causal language model, in eval mode, every weight accounted for.
+
+    Raises:
+        RequestError: a file is missing, truncated or does not fit the config.
+        UnsupportedError: transformers has no causal model for the config.
+    """
+    shards(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, SafetensorError, json.JSONDecodeError, RuntimeError) as error:
+        raise _unreadable(folder, "model", error) from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedError(
+            f"The checkpoint must be of a type transformers can load as a causal model; {folder} is not: "
+            f"{_first_line(error)} Upgrade transformers or use another checkpoint."
+        ) from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise RequestError(
+            f"A checkpoint must hold every weight of its model; {folder} lacks {missing[0]} and {len(missing) - 1} more. "
+            "Download it again."
+        )
+    return model.to(device).eval()
+
+
+def load_mtp_weights(folder: Path) -> dict[str, Tensor] | None:
+    """Return the `mtp.*` tensors, or None if the checkpoint has no head. The weight files decide, not the config."""
+    files = shards(folder)
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            weights |= {name: shard.get_tensor(name) for name in shard.keys() if name.startswith(PREFIX)}  # noqa: SIM118
+    return weights if MARKER in weights else None
+
+
+def shards(folder: Path) -> list[Path]:
+    """Return the folder's weight files, each opened once to see that it is whole.
+
+    Raises:
+        RequestError: one is missing or truncated, or the folder holds none.
+    """
+    if not (folder / "config.json").is_file():
+        raise RequestError(f"A checkpoint folder must hold config.json; {folder} does not. Point at the folder itself.")
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError) as error:
+            raise _unreadable(folder, INDEX, error) from error
+    else:
+        names = [SINGLE]
+    for name in names:
+        if not (folder / name).is_file():
+            raise RequestError(
+                f"A checkpoint must hold its weight files; {folder / name} is missing. Download it again."
+            )
+        try:
+            with safe_open(folder / name, framework="pt") as shard:
+                shard.keys()
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(folder, name, error) from error
+    return [folder / name for name in names]
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise RequestError(
+            f"A hub id must name a model that can be fetched; {hub_id!r} could not be: {_first_line(error)} "
+            "Check the id and the network, or pass a local folder."
+        ) from error
+
+
+def _unreadable(folder: Path, what: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"A checkpoint's files must be whole and readable; {what} of {folder} is not: {_first_line(error)} "
+        "Download it again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if text.endswith(".") else f"{text}."

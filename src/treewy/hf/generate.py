@@ -1,0 +1,78 @@
+"""Drafted decoding for a model the caller already has."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from treewy.engine import SamplingParams
+from treewy.errors import ShapeError
+from treewy.hf.load import build_engine, eos_ids
+from treewy.shapes import Int, Tensor
+from treewy.tree import DraftTree
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "B prompt"],
+    *,
+    attention_mask: Int[Tensor, "B prompt"] | None = None,
+    max_new_tokens: int = 64,
+    draft: str = "mtp",
+    checkpoint: str | Path | None = None,
+    shape: DraftTree | None = None,
+    commit: str = "reconstruct",
+    ignore_eos: bool = False,
+) -> Int[Tensor, "B total"]:
+    """Decode greedily with drafts, as `model.generate` does without: same tokens, same output layout.
+
+    The model is borrowed: its weights, forwards and attention implementation are as they were, also after an
+    exception.
+
+    Args:
+        model: A causal language model of a supported type, in eval mode.
+        input_ids: Prompts, padded on the left if their lengths differ.
+        attention_mask: 0 where `input_ids` is padding; None if nothing is.
+        max_new_tokens: Most tokens to generate per prompt.
+        draft: "mtp" or "none".
+        checkpoint: Folder whose files hold the head's `mtp.*` tensors; default: where the model was loaded from.
+        shape: Draft shape; default a chain of 3.
+        commit: "store_all" or "reconstruct".
+        ignore_eos: Go on past the end-of-text token.
+
+    Returns:
+        Prompts and new tokens; prompts that ended early are padded on the right.
+    """
+    if input_ids.ndim != 2:
+        raise ShapeError(f"input_ids must be [batch, prompt]; got shape {tuple(input_ids.shape)}. Add a batch axis.")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise ShapeError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; got {tuple(mask.shape)}. "
+            "Pass the tokenizer's own."
+        )
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ShapeError("Padding must be on the left; attention_mask has zeros after ones. Set padding_side='left'.")
+    folder = Path(checkpoint or model.config.name_or_path)
+    engine = build_engine(
+        model,
+        draft=draft,
+        folder=folder if folder.is_dir() else None,
+        shape=shape,
+        commit=commit,
+        max_num_seqs=max(1, input_ids.shape[0]),
+    )
+    prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    new = [generation.token_ids for generation in engine.generate(prompts, params)]
+    return torch.cat([input_ids, _padded(new, _pad_id(model)).to(input_ids)], dim=1)
+
+
+def _padded(rows: list[list[int]], pad: int) -> Int[Tensor, "B new"]:
+    width = max((len(row) for row in rows), default=0)
+    return torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+
+
+def _pad_id(model: PreTrainedModel) -> int:
+    pad = getattr(model.generation_config, "pad_token_id", None)
+    return pad if pad is not None else next(iter(eos_ids(model)), 0)

@@ -1,0 +1,106 @@
+"""The multi-token-prediction head of a Qwen3.5 checkpoint, built from the model's own layer classes."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from treewy.cache import AttentionSpec
+from treewy.draft.mtp import Attends, MTPHead
+from treewy.errors import RequestError
+from treewy.hf.attach import STEP_ARGUMENT, attached
+from treewy.hf.target import attention_spec, text_model
+from treewy.shapes import Float, Int, Tensor
+
+PREFIX = "mtp."
+MARKER = "mtp.fc.weight"
+
+
+class HFMTPHead(MTPHead):
+    """`x = fc(cat[norm_e(embed(token)), norm_h(hidden)])`, one full-attention layer, a final norm.
+
+    Embedding first. The embedding, the rotary tables and the LM head are the target's; the head owns `mtp.*` only.
+
+    Args:
+        model: The target.
+        weights: The checkpoint's `mtp.*` tensors by their full names.
+
+    Raises:
+        RequestError: tensors are missing, surplus or of the wrong shape.
+    """
+
+    def __init__(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+        self.text, self.lm_head = text_model(model), model.lm_head
+        weight = self.text.embed_tokens.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self.module = _Module(self.text, _num_layers(weights)).to(self.device, self.dtype).eval().requires_grad_(False)
+        _fill(self.module, weights)
+
+    def layer_specs(self) -> Sequence[AttentionSpec]:
+        """See `MTPHead.layer_specs`."""
+        return [attention_spec(layer) for layer in self.module.layers]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Int[Tensor, "R"],
+        hidden: Float[Tensor, "R hidden"],
+        positions: Int[Tensor, "R"],
+        step: Attends,
+    ) -> Float[Tensor, "R hidden"]:
+        """See `MTPHead.forward`."""
+        m = self.module
+        embedded = m.pre_fc_norm_embedding(self.text.embed_tokens(tokens))
+        x = m.fc(torch.cat([embedded, m.pre_fc_norm_hidden(hidden)], dim=-1))[None]
+        # One row of positions per rotary axis (time, height, width): text has them equal.
+        rotary = self.text.rotary_emb(x, positions.expand(3, 1, -1))
+        with attached(m.layers, m.config):
+            for layer in m.layers:
+                x = layer(x, position_embeddings=rotary, **{STEP_ARGUMENT: step})
+        return m.norm(x)[0]
+
+    @torch.no_grad()
+    def logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
+        """See `MTPHead.logits`."""
+        return self.lm_head(hidden)
+
+
+class _Module(nn.Module):
+    """The head's own parameters, under the names the checkpoint gives them."""
+
+    def __init__(self, text: nn.Module, num_layers: int) -> None:
+        super().__init__()
+        self.config = copy.deepcopy(text.config)
+        self.config.layer_types = ["full_attention"] * num_layers
+        layer_class, norm_class = type(text.layers[0]), type(text.norm)
+        hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = norm_class(hidden, eps=eps)
+        self.pre_fc_norm_hidden = norm_class(hidden, eps=eps)
+        self.layers = nn.ModuleList(layer_class(self.config, index) for index in range(num_layers))
+        self.norm = norm_class(hidden, eps=eps)
+
+
+def _num_layers(weights: Mapping[str, Tensor]) -> int:
+    indices = {int(name.split(".")[2]) for name in weights if name.startswith("mtp.layers.")}
+    if MARKER not in weights or not indices:
+        raise RequestError(
+            f"A multi-token-prediction head must hold {MARKER} and mtp.layers.*; got {len(weights)} mtp tensors. "
+            "Use a checkpoint with its head, or decode with draft='none'."
+        )
+    return max(indices) + 1
+
+
+def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    expected = {name: tuple(p.shape) for name, p in module.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if expected != given:
+        wrong = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
+        raise RequestError(
+            f"The head's tensors must fit the model; {PREFIX}{wrong[0]} should be {expected.get(wrong[0], 'absent')} and is "
+            f"{given.get(wrong[0], 'absent')} ({len(wrong)} differ). Use the head that was trained with this model."
+        )
+    module.load_state_dict(own)
