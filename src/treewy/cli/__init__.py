@@ -1,1 +1,1 @@
-"""cli"""
+"""The `treewy` command: one file per subcommand."""

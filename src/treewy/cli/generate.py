@@ -1,0 +1,105 @@
+"""`treewy generate`: decode one prompt, as it comes, and compare policies if asked."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from treewy.errors import RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    from treewy.engine import Generation
+
+DEMO_PROMPT = "It was a bright morning in May, and the road to the village was"
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Decode a prompt with a draft tree per step; same tokens as without, fewer steps."""
+
+    prompt: Annotated[Positional[str | None], arg(metavar="PROMPT")] = None
+    """Text to continue. Default: standard input if it is piped, else a short demonstration."""
+    model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
+    """Checkpoint folder or hub id. Default: the small trained checkpoint that ships with treewy."""
+    draft: Literal["mtp", "none"] = "mtp"
+    """Who drafts."""
+    tree: Annotated[str | None, arg(metavar="WIDTHS")] = None
+    """Draft tree by children per level, as in 3,3,3."""
+    chain: Annotated[int | None, arg(metavar="INT")] = None
+    """Draft chain of this many tokens. Default: 3."""
+    commit: Literal["store_all", "reconstruct"] = "reconstruct"
+    """When recurrent states are written."""
+    max_new_tokens: int = 64
+    """Most tokens to generate."""
+    temperature: float = 0.0
+    """0 decodes greedily."""
+    top_p: float = 1.0
+    """Nucleus of the sampled distribution."""
+    top_k: int = 0
+    """Most likely tokens sampled from; 0 for all."""
+    seed: Annotated[int | None, arg(metavar="INT")] = None
+    """Seed of the request's random streams."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights. auto: bfloat16 on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N. auto: the GPU if there is one."""
+    compare: Annotated[bool, FlagCreatePairsOff] = False
+    """Also decode without drafts, with store_all and with stock transformers, and compare."""
+    json: Annotated[bool, FlagCreatePairsOff] = False
+    """Print one JSON object instead of text."""
+
+    def run(self) -> None:
+        """Run the command."""
+        self._refuse_what_is_not_there()
+        from treewy.cli.session import Session
+
+        session = Session.open(self)
+        generation = session.stream() if not self.json else session.run()
+        comparison = session.compare(generation) if self.compare else None
+        if self.json:
+            print(json.dumps(summary(generation) | ({"compare": comparison} if comparison else {}), ensure_ascii=False))
+        else:
+            session.print_report(generation, comparison)
+
+    def text(self) -> str:
+        """Return the prompt: as given, piped, or the demonstration."""
+        if self.prompt is not None:
+            text = self.prompt
+        elif not sys.stdin.isatty() and (piped := sys.stdin.read()):
+            text = piped
+        else:
+            text = DEMO_PROMPT
+        if not text:
+            raise RequestError("A prompt must hold at least one token; the prompt is empty. Give it some text.")
+        return text
+
+    def _refuse_what_is_not_there(self) -> None:
+        if self.temperature != 0 or self.top_p != 1.0 or self.top_k != 0 or self.seed is not None:
+            raise UnsupportedError(
+                "Only greedy decoding is supported so far; got "
+                f"temperature {self.temperature}, top-p {self.top_p}, top-k {self.top_k}, seed {self.seed}. "
+                "Leave them at their defaults."
+            )
+        if self.draft == "none" and (self.tree is not None or self.chain is not None):
+            raise RequestError("A draft shape needs a drafter; got draft none with a shape. Drop one of them.")
+
+
+def summary(generation: "Generation") -> dict[str, Any]:
+    """Return the public fields of a generation, JSON-ready."""
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "num_verify_steps": generation.num_verify_steps,
+        "mean_accept_len": generation.mean_accept_len,
+        "accept_hist": {str(length): count for length, count in generation.accept_hist.items()},
+        "accept_rate_by_depth": {str(d): rate for d, rate in generation.accept_rate_by_depth.items()},
+        "not_first_sibling_share": generation.not_first_sibling_share,
+        "finish_reason": generation.finish_reason,
+        "tokens_per_s": generation.tokens_per_s,
+        "time_to_first_token_s": generation.time_to_first_token_s,
+        "state_bytes": generation.state_bytes,
+        "conv_bytes": generation.conv_bytes,
+        "kv_bytes": generation.kv_bytes,
+    }
