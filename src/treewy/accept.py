@@ -1,7 +1,7 @@
 """Acceptance rules: which drafts stand, and which token follows them. Pure; randomness is an argument."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from treewy.errors import ShapeError
 from treewy.shapes import Float, Tensor
@@ -29,6 +29,7 @@ class Accepted(NamedTuple):
         return Accepted(self.path[:num_tokens], self.tokens[:num_tokens], False)
 
 
+@runtime_checkable
 class Coin(Protocol):
     """A source of uniform numbers in [0, 1)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -248,7 +248,7 @@ def _checked_tokens(tokens: Sequence[int], num_rows: int) -> tuple[int, ...]:
 
 
 def _as_token(token: object, row: int) -> int:
-    if not isinstance(token, (bool, np.bool_)) and hasattr(token, "__index__"):
+    if isinstance(token, SupportsIndex) and not isinstance(token, (bool, np.bool_)):
         return operator.index(token)
     raise TreeError(f"Every token id must be an integer; node {row} has token {token!r}. Pass token ids.")
 

@@ -53,7 +53,7 @@ class StoreAll(Policy):
 
     def commit(self, layer, slots, record, path):
         """Copy the accepted row's snapshot."""
-        gdn.commit_snapshots(layer.state, slots, record, path)
+        gdn.commit_snapshots(layer.state, slots, gdn.Snapshots(*record), path)
 
 
 class Reconstruct(Policy):
@@ -67,7 +67,7 @@ class Reconstruct(Policy):
 
     def commit(self, layer, slots, record, path):
         """Rebuild the accepted row's state from its path's records."""
-        gdn.commit(layer.state, slots, record, path)
+        gdn.commit(layer.state, slots, gdn.Record(*record), path)
 
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (StoreAll, Reconstruct)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -83,6 +83,9 @@ def storage_bytes(tensors: Iterator[Tensor]) -> int:
     return sum(storages.values())
 
 
+M = TypeVar("M", LinearLayer, AttentionLayer)
+
+
 @dataclass
 class Step:
     """What a model's mixers call during one forward. Reads committed memory, writes nothing to it."""
@@ -97,10 +100,10 @@ class Step:
 
     def __post_init__(self) -> None:
         device = self.tree.device
-        self.slot_tensor: Int[Tensor, B] = torch.tensor(self.slots, dtype=torch.int64, device=device)
+        self.slot_tensor = torch.tensor(self.slots, dtype=torch.int64, device=device)
         base = torch.tensor([*self.lengths, 0], dtype=torch.int64, device=device)
         # Inert rows have sequence -1 and so take the last entry, 0.
-        self.positions: Int[Tensor, N] = base[self.tree.seq_of_row] + self.tree.depth
+        self.positions = base[self.tree.seq_of_row] + self.tree.depth
         self._versions = tuple(self.pool.version(slot) for slot in self.slots)
 
     def conv(
@@ -153,7 +156,7 @@ class Step:
         """Return what the forward left."""
         return Pending(self.policy, self.tree, self.slots, self._versions, dict(self._layers))
 
-    def _memory(self, layer: int, kind: type):
+    def _memory(self, layer: int, kind: type[M]) -> M:
         memory = self.pool.layers[layer]
         if not isinstance(memory, kind):
             raise TypeError(f"Layer {layer} must be a {kind.__name__}; the pool holds a {type(memory).__name__}.")

@@ -10,13 +10,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treewy.cli.generate import Generate, summary
 from treewy.draft import parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
+from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
 from treewy.hf.load import build_engine, eos_ids, resolve_dtype
@@ -40,7 +41,7 @@ class Session:
     options: Generate
     folder: Path
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     shape: DraftTree
     params: SamplingParams
     prompt: list[int]

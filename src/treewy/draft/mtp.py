@@ -9,7 +9,7 @@ acceptance decay.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,7 @@ from treewy.shapes import Float, Int, Tensor
 from treewy.tree import DraftTree
 
 
+@runtime_checkable
 class Attends(Protocol):
     """What a head's attention layers call: `Step.attend`, or its like while a tree grows."""
 

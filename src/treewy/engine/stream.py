@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class TokenKind(Enum):
@@ -34,6 +34,7 @@ class StreamEvent(NamedTuple):
     finish_reason: str | None
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 

@@ -8,7 +8,6 @@ so nothing is global and nothing outlives the call.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -24,7 +23,7 @@ STEP_ARGUMENT = "treewy_step"
 
 
 def attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,7 +49,7 @@ AttentionInterface.register(ATTENTION_NAME, attention)
 
 
 @contextmanager
-def attached(layers: nn.ModuleList, config: SimpleNamespace | Any) -> Iterator[None]:
+def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
     """Replace the mixers of `layers` for one forward; put everything back, also after an exception.
 
     Args:
@@ -58,8 +57,8 @@ def attached(layers: nn.ModuleList, config: SimpleNamespace | Any) -> Iterator[N
         config: The config object their attention modules read.
     """
     implementation = config._attn_implementation_internal
-    mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
-    before: list[tuple[nn.Module, Callable | None]] = []
+    mixers: list[Any] = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    before: list[tuple[Any, Callable | None]] = []
     try:
         config._attn_implementation_internal = ATTENTION_NAME
         for mixer in mixers:

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.mtp import MARKER, PREFIX
 from treewy.shapes import Tensor
@@ -34,10 +36,10 @@ def resolve(model: str | Path | None) -> Path:
     return _snapshot(str(model))
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(folder, "tokenizer", error) from error
 
@@ -52,7 +54,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> 
     shards(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        model, info = loaded
     except (OSError, SafetensorError, json.JSONDecodeError, RuntimeError) as error:
         raise _unreadable(folder, "model", error) from error
     except (ValueError, KeyError) as error:

@@ -53,7 +53,7 @@ def generate(
         )
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ShapeError("Padding must be on the left; attention_mask has zeros after ones. Set padding_side='left'.")
-    folder = Path(checkpoint or model.config.name_or_path)
+    folder = Path(checkpoint or str(model.config.name_or_path))
     engine = build_engine(
         model,
         draft=draft,

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from treewy.draft import Drafter, MTPDrafter, NoDrafter
 from treewy.engine import Engine
+from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.checkpoint import load_model, load_mtp_weights, load_tokenizer, resolve
 from treewy.hf.mtp import HFMTPHead
@@ -62,7 +63,7 @@ def build_engine(
     folder: Path | None,
     shape: DraftTree | None = None,
     commit: str = "reconstruct",
-    tokenizer: object | None = None,
+    tokenizer: Tokenizer | None = None,
     max_num_seqs: int = 8,
 ) -> Engine:
     """Return an engine over a model that is already in memory; the model stays the caller's.

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from torch import nn
-
 from treewy.cache import Step
 from treewy.ops import gdn
 from treewy.shapes import Float, Tensor
 
 
 def gated_delta_net(
-    mixer: nn.Module,
+    mixer: Any,
     hidden_states: Float[Tensor, "1 N hidden"],
     *,
     treewy_step: Step,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ class HFMTPHead(MTPHead):
         step: Attends,
     ) -> Float[Tensor, "R hidden"]:
         """See `MTPHead.forward`."""
-        m = self.module
+        m: Any = self.module
         embedded = m.pre_fc_norm_embedding(self.text.embed_tokens(tokens))
         x = m.fc(torch.cat([embedded, m.pre_fc_norm_hidden(hidden)], dim=-1))[None]
         # One row of positions per rotary axis (time, height, width): text has them equal.
@@ -70,9 +71,9 @@ class HFMTPHead(MTPHead):
 class _Module(nn.Module):
     """The head's own parameters, under the names the checkpoint gives them."""
 
-    def __init__(self, text: nn.Module, num_layers: int) -> None:
+    def __init__(self, text: Any, num_layers: int) -> None:
         super().__init__()
-        self.config = copy.deepcopy(text.config)
+        self.config: Any = copy.deepcopy(text.config)
         self.config.layer_types = ["full_attention"] * num_layers
         layer_class, norm_class = type(text.layers[0]), type(text.norm)
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps

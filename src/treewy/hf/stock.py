@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -43,7 +43,8 @@ def stock_generate(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
     )
     clock = _Clock()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
+    generate: Any = model.generate
+    output = generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
     times = clock.times[1:]
     decode_s = times[-1] - times[0] if len(times) > 1 else 0.0
     return Stock(output[0, len(prompt) :].tolist(), (len(times) - 1) / decode_s if decode_s else 0.0)

@@ -1,9 +1,9 @@
 """The Target port over a transformers causal language model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from treewy.cache import AttentionSpec, Batch, CachePool, LayerSpec, LinearSpec
@@ -66,7 +66,7 @@ class HFTarget(Target):
         return Verified(self.model.lm_head(asked), hidden, step.pending())
 
 
-def text_model(model: PreTrainedModel) -> nn.Module:
+def text_model(model: PreTrainedModel) -> Any:
     """Return the text decoder of a causal or multimodal model."""
     inner = getattr(model, "model", None)
     text = getattr(inner, "language_model", inner)
@@ -84,14 +84,14 @@ def state_dtype(config: object) -> torch.dtype:
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
-def _layer_spec(layer: nn.Module) -> LayerSpec:
+def _layer_spec(layer: Any) -> LayerSpec:
     if hasattr(layer, "linear_attn"):
         mixer = layer.linear_attn
         return LinearSpec(mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim, mixer.conv_dim, mixer.conv_kernel_size)
     return attention_spec(layer)
 
 
-def attention_spec(layer: nn.Module) -> AttentionSpec:
+def attention_spec(layer: Any) -> AttentionSpec:
     """Return the memory that a decoder layer's softmax attention needs."""
     attention = layer.self_attn
     return AttentionSpec(attention.k_proj.out_features // attention.head_dim, attention.head_dim)

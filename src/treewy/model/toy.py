@@ -67,8 +67,8 @@ class ToyTarget(Target):
         return 2 * c.num_key_heads * c.key_dim + c.num_value_heads * c.value_dim
 
     def _random(self, *shape: int, scale: float | None = None) -> Tensor:
-        scale = shape[-1] ** -0.5 if scale is None else scale
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.dtype) * scale
+        factor = float(shape[-1]) ** -0.5 if scale is None else scale
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.dtype) * factor
 
     def _delta_weights(self) -> dict[str, Tensor]:
         c = self.config

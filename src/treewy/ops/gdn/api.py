@@ -182,13 +182,14 @@ def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
 def _check_record(state: Tensor, record: Record, path: PackedPath) -> None:
     rows, value_heads, value_dim, key_dim = path.tree.num_rows, *state.shape[1:]
     heads = record.k.shape[1]
-    expected = Record(
-        u=(rows, value_heads, value_dim),
-        k=(rows, heads, key_dim),
-        decay_high=(rows, value_heads),
-        decay_low=(rows, value_heads),
-    )
-    given = Record(*(tuple(part.shape) for part in record))
+    decay = (rows, value_heads)
+    expected = {
+        "u": (rows, value_heads, value_dim),
+        "k": (rows, heads, key_dim),
+        "decay_high": decay,
+        "decay_low": decay,
+    }
+    given = {name: tuple(part.shape) for name, part in record._asdict().items()}
     if given != expected or heads == 0 or value_heads % heads:
         raise ShapeError(
             f"A record must fit the tree and the state, {expected}; got {given}. Commit what verify returned for this "
