@@ -65,5 +65,7 @@ class SkipRule:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The type checker looks at one random item of each list; Hypothesis sees that as a strategy using `random`.
+    config.addinivalue_line("filterwarnings", "ignore:Do not use the `random` module inside strategies")
     if not hasattr(config, "workerinput"):  # one count, in the process that reports
         config.pluginmanager.register(SkipRule(), "skip-rule")

@@ -1,0 +1,42 @@
+"""Every tolerance of the test suite, with its reason. Loosening one needs a decision record in docs/decisions.
+
+Errors are relative: the largest absolute error over the largest absolute value of what is compared, one head at a time.
+A "draw" is one head with its own random operands; bounds between error sizes compare geometric means over the draws,
+because the ratio of two single rounding errors is noise.
+"""
+
+# Rungs 1 and 2: two float64 evaluations of one formula. The worst seen on the hardest problems (equal keys, beta 2,
+# depth 64) is about 1e-13; 1e-10 leaves room for the depth and none for a wrong term.
+EXACT = 1e-10
+
+# How many draws a bound on error sizes takes the mean of.
+DRAWS = 32
+
+# Rung 3, ordinary keys: the honest error of a float32 implementation is that of the float32 walk, one token at a time.
+# Sums in another order may differ by a factor; a lost low part, a bfloat16 solve or a plain float32 gate sum costs 5 to
+# 1000 times.
+WALK_FACTOR = 2.0
+
+# Rung 3, hard keys (correlation 0.9 and more, or beta above 1): no float32 closed form keeps up with the walk; honest
+# float32 forward substitution is what it is held to.
+SUBSTITUTION_FACTOR = 2.0
+
+# Added to the bounds of rung 3: one float32 rounding of the largest value. Where the oracle is exact by luck (a
+# single row, a value that fits), the op may still round once.
+FLOAT32_FLOOR = 2.0**-23
+
+# Rung 4: unit roundoff of bfloat16, 8 significant bits. Casting the output costs each element at most this, relative.
+BFLOAT16_ROUNDOFF = 2.0**-8
+
+# Long outputs: the state after hundreds of steps against the walk that rounds its state once per token.
+DRIFT_FACTOR = 2.0
+
+# A row alone against the same row beside neighbours or padding, in float32. The operations are the same, but matrix
+# products of other sizes may sum in another order: a few roundings, seen up to 4e-7.
+NEIGHBOURS_FLOAT32 = 2e-6
+
+# Ops whose float32 sums are short (a convolution's W taps, attention over tens of places), against float64.
+SHORT_SUM_FLOAT32 = 2e-6
+
+# The same with bfloat16 in and out: inputs are quantised before, so only the one rounding of the output is left.
+SHORT_SUM_BFLOAT16 = SHORT_SUM_FLOAT32 + BFLOAT16_ROUNDOFF
