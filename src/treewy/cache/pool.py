@@ -118,10 +118,7 @@ class CachePool:
             )
         lengths = tuple(self.length(slot) for slot in slots)
         for slot, length, parents in zip(slots, lengths, tree.shapes, strict=True):
-            if slot in self._torn:
-                raise CapacityError(
-                    f"A slot must hold a whole commit; slot {slot} died in one. Free it and prefill its sequence again."
-                )
+            self._require_whole(slot)
             longest = 1 + int(topology(parents).depth.max())
             if length + longest > self.max_len and slot != INERT:
                 raise CapacityError(
@@ -134,7 +131,7 @@ class CachePool:
         """Write each sequence's accepted path to every layer; an empty path changes nothing.
 
         Raises:
-            CapacityError: the pending step is stale, already committed, or lacks a layer.
+            CapacityError: the pending step is stale, already committed, lacks a layer, or died in an earlier commit.
         """
         path = pack_paths(pending.tree, paths)
         self._check_pending(pending)
@@ -195,6 +192,9 @@ class CachePool:
                 raise CapacityError(f"Committed places must exist; length {longest} of {layer.num_places} places.")
 
     def _check_pending(self, pending: Pending) -> None:
+        # A commit that died is not tried again: the layers it reached would move twice.
+        for slot in pending.slots:
+            self._require_whole(slot)
         missing = sorted(set(range(len(self.layers))) - set(pending.layers))
         if missing:
             raise CapacityError(
@@ -210,6 +210,12 @@ class CachePool:
     def _require_taken(self, slot: int) -> None:
         if slot not in self._lengths:
             raise CapacityError(f"A slot must be taken before use; slot {slot} is not. Allocate it first.")
+
+    def _require_whole(self, slot: int) -> None:
+        if slot in self._torn:
+            raise CapacityError(
+                f"A slot must hold a whole commit; slot {slot} died in one. Free it and prefill its sequence again."
+            )
 
     def _poison_slot(self, slot: int) -> None:
         for layer in self.layers:

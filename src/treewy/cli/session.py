@@ -79,17 +79,17 @@ class Session:
     def stream(self) -> Generation:
         """Decode to stdout as tokens come, coloured by where they came from on a terminal."""
         self.engine.generate([self.prompt], WARM_UP)
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(self.tokenizer.decode(self.prompt), style="dim", end="", markup=False)
+        console = Console()
+        console.out(self.tokenizer.decode(self.prompt), style="dim", end="")
         events = self.engine.stream([self.prompt], self.params)
         while True:
             try:
                 event = next(events)
             except StopIteration as stop:
-                console.print()
+                console.out()
                 return stop.value[0]
             for piece, kind in zip(event.pieces, event.kinds, strict=True):
-                console.print(piece, style=STYLES[kind], end="", markup=False)
+                console.out(piece, style=STYLES[kind], end="")
 
     def compare(self, generation: Generation) -> dict[str, Any]:
         """Decode again without drafts, with store_all and with stock transformers; return the figures side by side."""

@@ -8,7 +8,7 @@ from treewy.engine.request import Generation, Request, SamplingParams, finished
 from treewy.engine.scheduler import Scheduler
 from treewy.engine.step import Machine, prefill, speculate
 from treewy.engine.stream import Detokenizer, StreamEvent, Tokenizer
-from treewy.errors import RequestError
+from treewy.errors import CapacityError, RequestError
 from treewy.model import Target
 from treewy.tree import DraftTree
 
@@ -104,6 +104,11 @@ class Engine:
 
     def _step(self, scheduler: Scheduler) -> list[StreamEvent]:
         scheduler.admit()
+        if not scheduler.running:
+            raise CapacityError(
+                f"A waiting request needs a slot; all {self.cache.num_slots} are held by other streams of this engine. "
+                "Finish or close one, or raise max_num_seqs."
+            )
         events: list[StreamEvent] = []
         if prefilling := scheduler.prefilling():
             events += prefill(self._machine, prefilling, self._prefill_chunk)
