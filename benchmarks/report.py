@@ -1,0 +1,69 @@
+"""Write the README's tables from benchmarks/results: python benchmarks/report.py [--check]."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- results: written by benchmarks/report.py -->\n", "<!-- end of results -->"
+HEADER = (
+    "| decoding | commit | tokens a step (prose / code) | distinct 4-grams | by depth | not first siblings "
+    "| tokens/s | state MiB | differences |\n|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if the README is not up to date")
+    options = parser.parse_args()
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    head, rest = before.split(BEGIN)
+    after = head + BEGIN + tables() + END + rest.split(END)[1]
+    if options.check:
+        sys.exit("README.md is not what benchmarks/report.py writes; run it." if after != before else 0)
+    readme.write_text(after)
+
+
+def tables() -> str:
+    """Return the tables of every held-out result file."""
+    return "".join(_table(path) for path in sorted((ROOT / "benchmarks" / "results").glob("heldout*.jsonl")))
+
+
+def _table(path: Path) -> str:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = rows[0]
+    environment = first["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    title = (
+        f"Held-out prompts, greedy, {first['tokens_per_prompt']} tokens each, one at a time, {first['dtype']}, "
+        f"{environment['device']} ({versions}; `{' '.join(environment['argv'])}` at {environment['sha'][:8]}). "
+        "Differences are against decoding without drafts.\n\n"
+    )
+    return title + HEADER + "".join(map(_line, rows)) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    differences = f"{len(row['differences'])} in {row['compared_tokens']}"
+    if "mean_accept_len" not in row:
+        return f"| {row['shape']} | | | | | | | | {differences} |\n"
+    lengths = row["mean_accept_len"]
+    depths = " ".join(f"{rate:.2f}" for rate in row["accept_rate_by_depth"].values())
+    cells = [
+        "no drafts" if row["shape"] == "none" else row["shape"],
+        row["policy"],
+        f"{lengths['all']:.2f} ({lengths.get('prose', 0):.2f} / {lengths.get('code', 0):.2f})",
+        f"{row['distinct_4grams']['all']:.2f}",
+        depths,
+        f"{row['not_first_sibling_share']:.1%}",
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['state_bytes'] / 2**20:.2f}",
+        differences,
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+if __name__ == "__main__":
+    main()
