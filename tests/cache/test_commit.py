@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine_tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript
 from toy_steps import feed, make_pool, memory, memory_error, start, storages, verify
 from treewy.cache import Batch, CachePool, Pending, get_policy
@@ -60,7 +61,7 @@ def test_commit_moves_to_the_accepted_node(commit: str) -> None:
     oracle = Transcript(TARGET)
     oracle.run([*PROMPT, 11, 3, 4])
     assert pool.length(slot) == 8
-    assert memory_error(pool, slot, oracle) < 1e-12
+    assert memory_error(pool, slot, oracle) < TOY_MEMORY
 
 
 @pytest.mark.parametrize("commit", POLICIES)
@@ -75,7 +76,7 @@ def test_memory_after_every_node(commit: str, layers: str) -> None:
         pool.commit(verify(target, pool, [tree], [slot]).pending, [tree.path(node)])
         oracle = Transcript(target)
         oracle.run([*PROMPT, *(tree.tokens[row] for row in tree.path(node))])
-        assert memory_error(pool, slot, oracle) < 1e-12
+        assert memory_error(pool, slot, oracle) < TOY_MEMORY
 
 
 @pytest.mark.parametrize("commit", POLICIES)
@@ -91,11 +92,11 @@ def test_nothing_accepted_beside_three_accepted(commit: str) -> None:
     assert (pool.length(refused), pool.version(refused)) == (5, version)
     oracle = Transcript(TARGET)
     oracle.run([*PROMPT[::-1], 11, 12, 13])
-    assert memory_error(pool, advanced, oracle) < 1e-12
+    assert memory_error(pool, advanced, oracle) < TOY_MEMORY
     logits = verify(TARGET, pool, [chain], [refused]).logits
     fresh = Transcript(TARGET)
     fresh.run(PROMPT)
-    assert abs(logits.numpy() - fresh.run(chain.tokens)).max() < 1e-9
+    assert abs(logits.numpy() - fresh.run(chain.tokens)).max() < TOY_LOGITS
 
 
 @pytest.mark.parametrize("commit", POLICIES)
@@ -124,7 +125,7 @@ def test_commit_is_all_layers_or_none(commit: str, dies_at: str, monkeypatch: py
     pool.check_integrity()
     assert pool.allocate() == torn
     oracle = Transcript(TARGET)
-    assert abs(feed(TARGET, pool, torn, PROMPT).numpy() - oracle.run(PROMPT)).max() < 1e-9
+    assert abs(feed(TARGET, pool, torn, PROMPT).numpy() - oracle.run(PROMPT)).max() < TOY_LOGITS
 
 
 @pytest.mark.parametrize("commit", POLICIES)
@@ -229,7 +230,7 @@ def test_the_policy_of_a_step_commits_it(commit: str) -> None:
     pool.commit(TARGET.verify(batch, pool).pending, [[0, 3, 4]])
     oracle = Transcript(TARGET)
     oracle.run([*PROMPT, 11, 3, 4])
-    assert memory_error(pool, slot, oracle) < 1e-12
+    assert memory_error(pool, slot, oracle) < TOY_MEMORY
 
 
 def raising_at(call: int, function: Callable) -> Callable:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_tolerances import TOY_LOGITS, TOY_NEIGHBOURS
 from toy_oracle import Transcript
 from toy_steps import feed, make_pool, memory, start, storages, verify
 from treewy.cache import AttentionSpec, CachePool, get_policy
@@ -103,8 +104,8 @@ def test_short_prompts_on_freed_slots(commit: str, fill: float) -> None:
                     tensor.fill_(fill)
         slot = pool.allocate()
         oracle = Transcript(TARGET)
-        assert np.abs(feed(TARGET, pool, slot, prompt).numpy() - oracle.run(prompt)).max() < 1e-9
-        assert np.abs(feed(TARGET, pool, slot, [5]).numpy() - oracle.run([5])).max() < 1e-9
+        assert np.abs(feed(TARGET, pool, slot, prompt).numpy() - oracle.run(prompt)).max() < TOY_LOGITS
+        assert np.abs(feed(TARGET, pool, slot, [5]).numpy() - oracle.run([5])).max() < TOY_LOGITS
         pool.free(slot)
 
 
@@ -129,7 +130,7 @@ def test_swapped_slots_give_swapped_results(commit: str) -> None:
     one, two = CHAIN, DraftTree([-1, 0, 0], [11, 5, 6])
     forward = verify(TARGET, pool, [one, two], [high, low]).logits
     swapped = verify(TARGET, pool, [two, one], [low, high])
-    torch.testing.assert_close(swapped.logits, torch.cat([forward[3:], forward[:3]]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(swapped.logits, torch.cat([forward[3:], forward[:3]]), rtol=0, atol=TOY_NEIGHBOURS)
     pool.commit(swapped.pending, [[0, 2], [0]])
     assert (pool.length(low), pool.length(high)) == (5, 3)
     assert [memory(pool, slot) for slot in slots if slot not in (low, high)] == others
@@ -143,7 +144,7 @@ def test_an_inert_sequence_in_a_batch(commit: str) -> None:
     assert 0 in slots
     alone = verify(TARGET, pool, [CHAIN, CHAIN], slots).logits
     batch = verify(TARGET, pool, [CHAIN, CHAIN, CHAIN], [slots[0], -1, slots[1]])
-    torch.testing.assert_close(batch.logits[[0, 1, 2, 6, 7, 8]], alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(batch.logits[[0, 1, 2, 6, 7, 8]], alone, rtol=0, atol=TOY_NEIGHBOURS)
     assert torch.isfinite(batch.logits).all()
     before = storages(pool)
     pool.commit(batch.pending, [[], [0, 1], []])
@@ -161,7 +162,7 @@ def test_a_result_does_not_depend_on_its_neighbours() -> None:
         trees = [CHAIN if slot == 0 else wide for slot in order]
         batch = verify(TARGET, pool, trees, [slots[at] for at in order])
         at = batch.pending.tree.starts[order.index(0)]
-        torch.testing.assert_close(batch.logits[at : at + 3], alone, rtol=0, atol=1e-12)
+        torch.testing.assert_close(batch.logits[at : at + 3], alone, rtol=0, atol=TOY_NEIGHBOURS)
 
 
 def test_growth_keeps_what_was_written() -> None:
@@ -193,9 +194,9 @@ def test_a_long_sequence_crosses_growth_exactly() -> None:
     neighbour.run([1, 2, 3])
     for at in range(250, 300, 10):
         logits = feed(TARGET, pool, long, tokens[at : at + 10])
-        assert np.abs(logits.numpy() - oracle.run(tokens[at : at + 10])).max() < 1e-9
+        assert np.abs(logits.numpy() - oracle.run(tokens[at : at + 10])).max() < TOY_LOGITS
     assert pool.layers[1].num_places == 512
-    assert np.abs(feed(TARGET, pool, short, [4]).numpy() - neighbour.run([4])).max() < 1e-9
+    assert np.abs(feed(TARGET, pool, short, [4]).numpy() - neighbour.run([4])).max() < TOY_LOGITS
 
 
 def test_the_context_ends_at_max_len() -> None:
