@@ -6,11 +6,11 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+
 from drafters import Recorder, ScriptedDrafter
 from engine_tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript, continuation
 from toy_steps import make_pool, memory_error, start, verify
-
 from treewy.draft import NoDrafter, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, StreamEvent, TokenKind
 from treewy.model import ToyConfig, ToyTarget

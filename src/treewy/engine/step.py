@@ -13,6 +13,7 @@ from treewy.draft import Committed, Drafter, Root
 from treewy.draft.shape import cut_to_depth
 from treewy.engine.request import Request
 from treewy.engine.stream import StreamEvent, TokenKind
+from treewy.errors import TreeError
 from treewy.model import Target, Verified
 from treewy.packed import PackedTree, pack
 from treewy.shapes import Tensor
@@ -38,7 +39,7 @@ def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent
     target, drafter, cache, _ = machine
     trees = drafter.propose([_root(request) for request in requests])
     packed = pack(trees, device=target.device)
-    tokens = [token for tree in trees for token in tree.tokens or ()]
+    tokens = _drafted(trees, machine)
     verified = target.verify(Batch(packed, _ids(tokens, target), _slots(requests)), cache)
     choices = verified.logits.argmax(dim=-1).tolist()
 
@@ -122,6 +123,17 @@ def deliver(
 def _root(request: Request) -> Root:
     # A step delivers up to depth + 1 tokens: deeper rows than the request can still use are not drafted.
     return Root(_slot(request), request.output[-1], cut_to_depth(request.shape, request.num_left - 1))
+
+
+def _drafted(trees: Sequence[DraftTree], machine: Machine) -> list[int]:
+    """Return the tokens of all rows. An id outside the vocabulary would be read past the end of the embedding."""
+    tokens = [token for tree in trees for token in tree.tokens or ()]
+    if max(tokens) >= machine.target.vocab_size:
+        raise TreeError(
+            f"Drafts must lie in 0..{machine.target.vocab_size - 1}; {type(machine.drafter).__name__} drafted {max(tokens)}. "
+            "Use a drafter with the target's vocabulary."
+        )
+    return tokens
 
 
 def _kinds(accepted: Accepted, tree: DraftTree) -> list[TokenKind]:
