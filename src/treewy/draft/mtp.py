@@ -108,7 +108,9 @@ class MTPDrafter(Drafter):
     def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
         """Grow every root's shape, all sequences level by level together."""
         tree = pack([root.shape for root in roots], device=self.head.device)
-        hidden = torch.stack([self._root_hidden[root.slot] for root in roots])
+        # As in `_levels`: a root that drafts nothing is in no level.
+        drafting = [self._root_hidden[root.slot] for root in roots if root.shape.num_drafts]
+        hidden = torch.stack(drafting) if drafting else torch.empty(0)
         growth = _Growth(self.cache, tree, [self._slot_of[root.slot] for root in roots])
         tokens = self._tokens([0] * tree.num_rows)
         tokens[list(tree.starts[:-1])] = self._tokens([root.token for root in roots])
