@@ -72,7 +72,7 @@ class TestHardKeys:
         hard = {"correlation": correlation, "beta": beta, "gate_one": True, "strong_gate": strong_gate}
         problem = draws(DraftTree.chain(depth), dtype, state, key_dim=16, value_dim=8, **hard)
         check_against_substitution(problem, kind)
-        check_against_walk(problem, kind)  # eager's own promise: its T x T work in float64 makes it keep up
+        check_against_walk(problem, kind)  # eager's own promise: its T x T work in float64 keeps up with the walk
 
     @pytest.mark.parametrize(("dtype", "state"), DTYPES)
     @pytest.mark.parametrize("shape", ["widths 3 3 3", "two arms"])
@@ -81,13 +81,15 @@ class TestHardKeys:
         hard = {"correlation": correlation, "beta": beta, "gate_one": True, "strong_gate": -20.0}
         check_against_substitution(draws(SHAPES[shape], dtype, state, **hard))
 
-    @pytest.mark.parametrize("depth", [16, 64])
-    def test_the_size_of_a_model(self, depth):
-        """Wide keys are where a float32 Gram matrix loses most: its error grows with the depth."""
-        hard = {"correlation": 0.98, "beta": (2.0, 2.0), "gate_one": True}
+    @both_kinds
+    @pytest.mark.parametrize("depth", [4, 16, 64])
+    @pytest.mark.parametrize("correlation", [0.98, 1.0])
+    def test_the_size_of_a_model(self, kind, depth, correlation):
+        """Wide keys are where float32 sums lose most: a Gram matrix, or a product with the state, term by term."""
+        hard = {"correlation": correlation, "beta": (2.0, 2.0), "gate_one": True}
         problem = draws(DraftTree.chain(depth), torch.float32, torch.float32, key_dim=128, value_dim=8, **hard)
-        check_against_substitution(problem)
-        check_against_walk(problem)
+        check_against_substitution(problem, kind)
+        check_against_walk(problem, kind)
 
     def test_walk_ratio_is_reported(self):
         hard = {"correlation": 0.98, "beta": (2.0, 2.0), "gate_one": True}

@@ -101,16 +101,17 @@ def verify_snapshots(
     q, k = (x.to(dtype).repeat_interleave(group, dim=1) for x in (q, k))
     v, decay, beta = v.to(dtype), g.to(dtype).exp(), beta.to(dtype)
     committed = gather_slots(state, slots).to(dtype)
-    wide = v.new_zeros(tree.num_rows, *state.shape[1:])
+    wide, o = v.new_zeros(tree.num_rows, *state.shape[1:]), torch.zeros_like(v)
     seq, parents, depth = tree.seq_of_row, tree.parents, tree.depth
     offsets = tree.cu_rows[seq.clamp(min=0)]
     for level in range(tree.max_depth + 1):
         rows = ((depth == level) & (seq >= 0)).nonzero().squeeze(1)
         before = committed[seq[rows]] if level == 0 else wide[offsets[rows] + parents[rows]]
         decayed = decay[rows][..., None, None] * before
-        error = v[rows] - (decayed @ k[rows][..., None]).squeeze(-1)
-        wide[rows] = decayed + (beta[rows][..., None] * error)[..., None] * k[rows][..., None, :]
-    o = (wide @ q[..., None]).squeeze(-1)
+        # Sums, not matrix-vector products: those add up 128 terms one by one, which costs the walk a factor of 3.
+        error = v[rows] - (decayed * k[rows][..., None, :]).sum(-1)
+        after = decayed + (beta[rows][..., None] * error)[..., None] * k[rows][..., None, :]
+        wide[rows], o[rows] = after, (after * q[rows][..., None, :]).sum(-1)
     live = live_rows(slots, tree)
     return Verified(_masked(o, live).to(out_dtype), Snapshots(wide.to(state.dtype, copy=True)))
 
