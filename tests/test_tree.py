@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import treewy.tree
 from ops.problems import trees
+from tolerances import EXACT
 from treewy.errors import TreeError
 from treewy.tree import DraftTree
 
@@ -176,7 +177,7 @@ class TestBestSubtree:
             if all(tree.parents[row] in (0, *rest) for row in rest)
         )
         best = max(sum(scores[row] for row in rows) for rows in closed)
-        assert sum(scores[row] for row in kept) == pytest.approx(best, abs=1e-9)
+        assert sum(scores[row] for row in kept) == pytest.approx(best, abs=EXACT)
 
     def test_keeps_the_root_whatever_it_scores(self):
         assert DraftTree.chain(2).best_subtree([-5.0, -1.0, -1.0], 3) == [0]

@@ -31,8 +31,9 @@ BFLOAT16_ROUNDOFF = 2.0**-8
 # Long outputs: the state after hundreds of steps against the walk that rounds its state once per token.
 DRIFT_FACTOR = 2.0
 
-# A row alone against the same row beside neighbours or padding, in float32. The operations are the same, but matrix
-# products of other sizes may sum in another order: a few roundings, seen up to 4e-7.
+# A row alone against the same row beside neighbours or padding, or as the last of its root path run as a chain, in
+# float32. The operations are the same, but matrix products of other sizes may sum in another order: a few roundings.
+# Seen: bit for bit equal beside neighbours, up to 2e-7 as a chain.
 NEIGHBOURS_FLOAT32 = 2e-6
 
 # Ops whose float32 sums are short (a convolution's W taps, attention over tens of places), against float64.
@@ -40,3 +41,13 @@ SHORT_SUM_FLOAT32 = 2e-6
 
 # The same with bfloat16 in and out: inputs are quantised before, so only the one rounding of the output is left.
 SHORT_SUM_BFLOAT16 = SHORT_SUM_FLOAT32 + BFLOAT16_ROUNDOFF
+
+# Gates and other scalars of a few float32 operations, against float64: an ulp.
+FLOAT32_ULP = 2.0**-23
+
+# Path sums of log decays kept as two float32: 48 bits, less what the float64 sum itself loses.
+TWO_FLOAT32 = 2.0**-40
+
+# A float32 solve by levels of a system 128 deep with couplings of 2, well-conditioned backwards but not forwards: seen
+# 2e-7. An unmasked one overflows, a squared one has no digit left.
+DEEP_SOLVE_FLOAT32 = 1e-5

@@ -13,7 +13,7 @@ from ops.checks import (
     walked,
 )
 from ops.problems import SHAPES, make
-from tolerances import BFLOAT16_ROUNDOFF, DRAWS, FLOAT32_FLOOR, WALK_FACTOR
+from tolerances import BFLOAT16_ROUNDOFF, DRAWS, FLOAT32_FLOOR, TWO_FLOAT32, WALK_FACTOR
 from treewy.ops import gdn
 from treewy.packed import pack_paths
 from treewy.tree import DraftTree
@@ -147,6 +147,6 @@ def test_the_record_keeps_gates_that_follow_a_strong_one():
     record = problem.verify().record
     total = record.decay_high.double() + record.decay_low.double()
     want = problem.g.double().cumsum(0)
-    assert ((total - want).abs() <= 2.0**-40 * want.abs()).all()
+    assert ((total - want).abs() <= TWO_FLOAT32 * want.abs()).all()
     assert record.decay_low.abs().max() > 0
     assert isinstance(record, gdn.Record)
