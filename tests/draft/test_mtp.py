@@ -22,7 +22,7 @@ SHAPES = [
 ]
 
 
-class Sequence_:
+class Script:
     """A sequence's target side: its tokens and random hidden states; what the drafter is shown of it."""
 
     def __init__(self, seed: int, num_tokens: int = 40) -> None:
@@ -65,7 +65,7 @@ def propose(
 def test_trees_equal_the_naive_growth() -> None:
     """Fault G07: six shapes in one batch; each row sees its prefix and its own ancestors, at position P + depth."""
     drafter = make_drafter()
-    sequences = [Sequence_(seed) for seed in range(len(SHAPES))]
+    sequences = [Script(seed) for seed in range(len(SHAPES))]
     slots = [5, 0, 3, 1, 7, 2]
     lengths = [1, 4, 9, 17, 2, 30]
     for slot in slots:
@@ -78,7 +78,7 @@ def test_trees_equal_the_naive_growth() -> None:
 
 def test_a_proposal_does_not_depend_on_its_neighbours() -> None:
     drafter = make_drafter()
-    one, two = Sequence_(1), Sequence_(2)
+    one, two = Script(1), Script(2)
     for slot in (0, 1):
         drafter.allocate(slot)
     drafter.observe([one.rows(0, 0, 6), two.rows(1, 0, 11)])
@@ -92,7 +92,7 @@ def test_a_proposal_does_not_depend_on_its_neighbours() -> None:
 def test_proposing_changes_nothing() -> None:
     """A proposal whose every draft falls leaves no trace: proposing again gives the same."""
     drafter = make_drafter()
-    sequence = Sequence_(3)
+    sequence = Script(3)
     drafter.allocate(0)
     drafter.observe([sequence.rows(0, 0, 7)])
     first = propose(drafter, [0], [sequence.tokens[7]], [SHAPES[1]])
@@ -104,7 +104,7 @@ def test_proposing_changes_nothing() -> None:
 @pytest.mark.parametrize("steps", [[1] * 20, [4, 1, 1, 5, 2, 3, 1, 3], [20], [3, 17]])
 def test_any_history_of_steps_gives_the_same_drafts(steps: list[int]) -> None:
     """Faults D09 and L07: committed tokens alone decide the drafts, however they were accepted and whatever was drafted."""
-    sequence = Sequence_(4)
+    sequence = Script(4)
     drafter, length = make_drafter(), 0
     drafter.allocate(2)
     for number, size in enumerate(steps):
@@ -121,7 +121,7 @@ def test_slots_change_hands() -> None:
     """A freed slot's next tenant starts from nothing; freeing what was never started is no fault."""
     drafter = make_drafter(num_slots=1)
     for seed in range(3):
-        sequence = Sequence_(seed)
+        sequence = Script(seed)
         drafter.allocate(9)
         drafter.observe([sequence.rows(9, 0, 2 + seed)])
         wanted = [tuple(sequence.naive(2 + seed, SHAPES[3]))]
@@ -143,7 +143,7 @@ def test_observing_nothing() -> None:
 def test_a_root_alone_beside_one_that_drafts() -> None:
     """At the end of a request nothing is worth drafting; its neighbours' drafts are theirs in any order of the batch."""
     drafter, alone = make_drafter(), DraftTree([-1])
-    one, two = Sequence_(1), Sequence_(2)
+    one, two = Script(1), Script(2)
     for slot in (0, 1):
         drafter.allocate(slot)
     drafter.observe([one.rows(0, 0, 6), two.rows(1, 0, 11)])

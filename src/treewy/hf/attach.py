@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from treewy.cache import Step
+from treewy.draft.mtp import Attends
 from treewy.errors import RequestError
 from treewy.hf.mixers import gated_delta_net
 from treewy.shapes import Tensor
@@ -30,7 +30,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    treewy_step: Step | None = None,
+    treewy_step: Attends | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attend by tree: transformers' attention function over the packed row, heads second ([1, heads, N, E])."""

@@ -15,6 +15,7 @@ from treewy.shapes import Tensor
 
 SHIPPED = Path(__file__).parent.parent / "assets" / "checkpoint"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def resolve(model: str | Path | None) -> Path:
@@ -37,7 +38,16 @@ def resolve(model: str | Path | None) -> Path:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the folder's tokenizer."""
+    """Return the folder's tokenizer.
+
+    Raises:
+        RequestError: there is none, or it cannot be read.
+    """
+    # transformers would make an empty one, which turns every text into none.
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise RequestError(
+            f"A checkpoint must hold its tokenizer; {folder} has none of {', '.join(TOKENIZERS)}. Download it again."
+        )
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:

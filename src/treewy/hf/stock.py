@@ -5,7 +5,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from treewy.shapes import Tensor
@@ -36,15 +36,28 @@ class _Clock(BaseStreamer):
 def stock_generate(
     model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int] = ()
 ) -> Stock:
-    """Decode greedily with `model.generate`, another code path than the engine's."""
+    """Decode greedily with `model.generate`, another code path than the engine's.
+
+    Args:
+        model: A causal language model.
+        prompt: Token ids.
+        max_new_tokens: Most tokens to generate.
+        eos_ids: Tokens that end the text; none by default, whatever the model's own generation config says.
+    """
     ids = torch.tensor([list(prompt)], device=model.device)
     eos = list(eos_ids)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
-    )
     clock = _Clock()
     generate: Any = model.generate
-    output = generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
+    # As arguments, not in a GenerationConfig: there None would give way to the model's own end tokens.
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+        streamer=clock,
+    )
     times = clock.times[1:]
     decode_s = times[-1] - times[0] if len(times) > 1 else 0.0
     return Stock(output[0, len(prompt) :].tolist(), (len(times) - 1) / decode_s if decode_s else 0.0)

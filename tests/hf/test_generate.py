@@ -1,0 +1,215 @@
+"""`treewy.generate` on a model the caller already has: same tokens as `model.generate`, and the model as it was."""
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForConditionalGeneration
+
+import treewy
+from fixtures import EOS, VOCAB, write_checkpoint
+from hf_steps import continuation
+from treewy.errors import RequestError, ShapeError, TreeWYError, UnsupportedError
+from treewy.hf import attach
+from treewy.hf.checkpoint import load_mtp_weights
+from treewy.hf.load import build_engine
+from treewy.ops import gdn
+from treewy.tree import DraftTree
+
+TREE = DraftTree.from_widths([3, 2])
+PROMPTS = [[0, 0, 0, 11, 5], [9, 3, 44, 2, 60], [0, 8, 8, 8, 8]]
+MASK = [[0, 0, 0, 1, 1], [1] * 5, [0, 1, 1, 1, 1]]
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(PROMPTS), torch.tensor(MASK)
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return everything of the model that a borrower might leave changed."""
+    parameters = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        parameters.update(name.encode() + tensor.numpy().tobytes())
+    return {
+        "parameters": parameters.hexdigest(),
+        "pointers": [p.data_ptr() for p in model.parameters()],
+        "gradients": [p.requires_grad for p in model.parameters()],
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "forwards": {name: vars(module).get("forward") for name, module in model.named_modules()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "attention": {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
+        "config": model.config.to_json_string(),
+        "generation": model.generation_config.to_json_string(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture
+def unchanged(text_model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model, checked to be afterwards what it was before."""
+    before = state_of(text_model)
+    logits = text_model(torch.tensor([[1, 2, 3]])).logits
+    yield text_model
+    assert state_of(text_model) == before
+    assert torch.equal(text_model(torch.tensor([[1, 2, 3]])).logits, logits)
+
+
+@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("shape", [None, TREE])
+def test_equals_generate(model: PreTrainedModel, commit: str, shape: DraftTree | None) -> None:
+    """A left-padded batch, by the head and by stock: same tokens, same layout."""
+    ids, mask = padded()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    got = treewy.generate(
+        model, ids, attention_mask=mask, max_new_tokens=24, shape=shape, commit=commit, ignore_eos=True
+    )
+    assert torch.equal(got, want)
+
+
+def test_rows_that_end_early_are_padded(text_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of `model.generate`: rows that met their end filled up on the right, pad token and width included."""
+    ids, mask = padded()
+    full = treewy.generate(text_model, ids, attention_mask=mask, max_new_tokens=24, ignore_eos=True)
+    eos = int(full[1, 5 + 6])
+    monkeypatch.setattr(text_model.generation_config, "eos_token_id", eos)
+    for pad in (None, 77):
+        monkeypatch.setattr(text_model.generation_config, "pad_token_id", pad)
+        want = text_model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+        got = treewy.generate(text_model, ids, attention_mask=mask, max_new_tokens=24, shape=TREE)
+        assert torch.equal(got, want)
+        assert (got[1, 5 + 7 :] == (eos if pad is None else pad)).all()
+
+
+def test_several_end_tokens(text_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation config may list them; the first to come ends the row."""
+    ids = torch.tensor([PROMPTS[1]])
+    text = treewy.generate(text_model, ids, max_new_tokens=24, ignore_eos=True)[0, 5:].tolist()
+    monkeypatch.setattr(text_model.generation_config, "eos_token_id", [text[9], EOS, text[4]])
+    ends = min(text.index(text[9]), text.index(text[4]))
+    got = treewy.generate(text_model, ids, max_new_tokens=24)
+    assert got[0, 5:].tolist() == text[: ends + 1]
+
+
+@pytest.mark.parametrize("draft", ["mtp", "none"])
+def test_the_model_is_left_as_it_was(unchanged: PreTrainedModel, draft: str) -> None:
+    ids, mask = padded()
+    treewy.generate(unchanged, ids, attention_mask=mask, max_new_tokens=8, draft=draft, shape=TREE)
+
+
+@pytest.mark.parametrize("call", [1, 3, 11])
+@pytest.mark.parametrize("place", ["mixer", "attention", "commit"])
+def test_the_model_is_left_as_it_was_after_an_exception(
+    unchanged: PreTrainedModel, place: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault G12: raised in a mixer, in the attention function (the target's or the head's), or between forwards."""
+    owner, name = {
+        "mixer": (gdn, "finish_gates"),
+        "attention": (attach.AttentionInterface._global_mapping, attach.ATTENTION_NAME),
+        "commit": (gdn, "commit"),
+    }[place]
+    calls = 0
+    original = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+    def planted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("planted")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        if isinstance(owner, dict):
+            patch.setitem(owner, name, planted)
+        else:
+            patch.setattr(owner, name, planted)
+        with pytest.raises(RuntimeError, match="planted"):
+            treewy.generate(unchanged, padded()[0], max_new_tokens=8, shape=TREE)
+    assert calls == call
+
+
+def test_forwards_that_the_caller_replaced_are_put_back(text_model: PreTrainedModel) -> None:
+    """A wrapper on a mixer is not ours to lose."""
+    mixer = text_model.model.layers[1].linear_attn
+    original = mixer.forward
+
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    mixer.forward = wrapper
+    try:
+        treewy.generate(text_model, torch.tensor([[1, 2]]), max_new_tokens=4, ignore_eos=True)
+        assert mixer.forward is wrapper
+    finally:
+        del mixer.forward
+
+
+def test_plain_forwards_between_the_steps_of_a_stream(text_model: PreTrainedModel, text_checkpoint: Path) -> None:
+    """Nothing stays attached while a stream waits: the model answers as ever, and its `generate` works."""
+    prompt = [9, 3, 44]
+    text = continuation(text_model, prompt, 16)
+    want = text_model(torch.tensor([prompt])).logits
+    engine = build_engine(text_model, draft="mtp", folder=text_checkpoint, shape=TREE)
+    got: list[int] = []
+    for event in engine.stream([prompt], treewy.SamplingParams(max_new_tokens=16, ignore_eos=True)):
+        got += event.token_ids
+        assert torch.equal(text_model(torch.tensor([prompt])).logits, want)
+        assert continuation(text_model, prompt, 2) == text[:5]
+    assert prompt + got == text
+
+
+def test_a_multimodal_model_lends_its_text_decoder(checkpoints, text_model: PreTrainedModel) -> None:
+    """The class that the hub's config names works as well: same text weights, same tokens."""
+    folder = checkpoints("multimodal")
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([[9, 3, 44]])
+    got = treewy.generate(whole, ids, max_new_tokens=12, shape=TREE, ignore_eos=True)
+    assert got[0].tolist() == continuation(text_model, [9, 3, 44], 12)
+
+
+def test_the_head_may_lie_elsewhere(text_checkpoint: Path, tmp_path: Path) -> None:
+    """A model loaded from a folder without a head drafts with one from another folder; without it, it says what it lacks."""
+    bare = write_checkpoint(tmp_path / "bare", head=False)
+    model = AutoModelForCausalLM.from_pretrained(bare, dtype=torch.float32).eval()
+    ids = torch.tensor([[9, 3, 44]])
+    with pytest.raises(RequestError, match=r"mtp\.fc\.weight"):
+        treewy.generate(model, ids)
+    got = treewy.generate(model, ids, checkpoint=text_checkpoint, max_new_tokens=12, ignore_eos=True)
+    assert got[0].tolist() == continuation(model, [9, 3, 44], 12)
+    assert load_mtp_weights(bare) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"input_ids": torch.tensor([1, 2])}, ShapeError, r"\[batch, prompt\]; got shape \(2,\)"),
+        ({"attention_mask": torch.ones(1, 2, dtype=torch.int64)}, ShapeError, "shape of input_ids"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, ShapeError, "Padding must be on the left"),
+        ({"attention_mask": torch.zeros(1, 3, dtype=torch.int64)}, RequestError, "prompt 0 is empty"),
+        ({"input_ids": torch.tensor([[1, VOCAB]])}, RequestError, f"prompt 0 holds {VOCAB}"),
+        ({"draft": "eagle"}, UnsupportedError, "mtp, none; got 'eagle'"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct"),
+        ({"max_new_tokens": 0}, RequestError, "at least 1"),
+        ({"checkpoint": "/nowhere"}, RequestError, r"mtp\.fc\.weight"),
+    ],
+)
+def test_bad_arguments(unchanged: PreTrainedModel, options: dict, error: type[TreeWYError], message: str) -> None:
+    # Unwrapped where the tests' own check of annotations would speak first.
+    generate = inspect.unwrap(treewy.generate) if error is ShapeError else treewy.generate
+    with pytest.raises(error, match=message):
+        generate(unchanged, **{"input_ids": torch.tensor([[1, 2, 3]]), **options})
+
+
+def test_a_model_in_training_mode_is_refused(text_model: PreTrainedModel) -> None:
+    text_model.train()
+    try:
+        with pytest.raises(RequestError, match=r"eval mode.*Call model\.eval"):
+            treewy.generate(text_model, torch.tensor([[1]]))
+        assert text_model.training
+    finally:
+        text_model.eval()

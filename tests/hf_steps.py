@@ -1,0 +1,45 @@
+"""Stock transformers, asked plainly: whole sequences through the model's own forward, no cache."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from treewy.engine.lossless import Reference
+from treewy.hf.stock import stock_generate
+
+
+class Forward(NamedTuple):
+    """Logits and final hidden states of one sequence."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, tokens: Sequence[int]) -> Forward:
+    """Run one whole sequence."""
+    hidden = model.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0]
+    return Forward(model.lm_head(hidden), hidden)
+
+
+def continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the prompt and what `model.generate` adds to it, end-of-text ignored."""
+    return [*prompt, *stock_generate(model, prompt, num_tokens).token_ids]
+
+
+def stock_reference(model: PreTrainedModel):
+    """Return the undrafted decoder for `compare_decoders`: tokens of `model.generate`, gaps of the full forward."""
+
+    def decode(prompt: list[int], num_tokens: int) -> Reference:
+        script = continuation(model, prompt, num_tokens)
+        top = forward(model, script[:-1]).logits[len(prompt) - 1 :].topk(2).values
+        return Reference(script[len(prompt) :], (top[:, 0] - top[:, 1]).tolist())
+
+    return decode
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
