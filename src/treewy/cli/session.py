@@ -165,6 +165,11 @@ def _difference(none: Generation, token_ids: list[int]) -> dict[str, Any] | None
     return {"index": index, "gap": none.top2_gaps[index] if index < len(none.top2_gaps) else None}
 
 
+def _place(difference: dict[str, Any]) -> str:
+    gap = difference["gap"]
+    return f"no, at {difference['index']} " + ("(longer)" if gap is None else f"(gap {gap:.1e})")
+
+
 def _table(options: Generate, chosen: dict[str, Any], comparison: dict[str, Any]) -> Table:
     table = Table(title="same tokens, fewer steps" if comparison["equal"] else "tokens differ: see docs/lossless.md")
     for column in ("", "tokens", "steps", "tokens/step", "tokens/s", "state MiB", "equal"):
@@ -183,7 +188,7 @@ def _table(options: Generate, chosen: dict[str, Any], comparison: dict[str, Any]
             f"{figures['mean_accept_len']:.2f}" if "mean_accept_len" in figures else "",
             f"{figures['tokens_per_s']:.1f}",
             f"{figures['state_bytes'] / 2**20:.2f}" if "state_bytes" in figures else "",
-            "yes" if difference is None else f"no, at {difference['index']} (gap {difference['gap']:.1e})",
+            "yes" if difference is None else _place(difference),
         )
     return table
 

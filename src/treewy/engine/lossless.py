@@ -82,8 +82,9 @@ def compare_decoders(
             if index is not None:
                 differences.append(Difference(done + index, -1, got[index], float("inf")))
             return Verdict(differences, done + len(expected.token_ids))
-        token = got[index] if index < len(got) else -1
-        differences.append(Difference(done + index, expected.token_ids[index], token, expected.gaps[index]))
+        # An early end is no choice between two close tokens: no gap excuses it.
+        token, gap = (got[index], expected.gaps[index]) if index < len(got) else (-1, float("inf"))
+        differences.append(Difference(done + index, expected.token_ids[index], token, gap))
         context += expected.token_ids[: index + 1]
         done, left = done + index + 1, left - index - 1
     return Verdict(differences, done)

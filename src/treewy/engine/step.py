@@ -85,6 +85,7 @@ def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[S
         following.append(choices[place])
         events.append(deliver(request, [choices[place]], [TokenKind.PREFILL], machine.eos_ids))
         _record_gaps(request, verified.logits, [place])
+        _keep_peak(request, cache.slot_bytes(_slot(request)))
     hidden = verified.hidden
     rows = zip(requests, parts, following, packed.starts, strict=False)
     drafter.observe(
@@ -160,15 +161,23 @@ def _record_gaps(request: Request, logits: Tensor, rows: list[int]) -> None:
 
 
 def _measure(requests: Sequence[Request], packed: PackedTree, pending: Pending, cache: CachePool) -> None:
-    """Keep each sequence's peak: its slot's bytes and its rows' share of what the step holds."""
+    """Keep each sequence's peak: its slot's bytes and its rows' share of what the step holds.
+
+    Prefill is measured by what it leaves: how much its chunks hold meanwhile is the chunk's choice, not the tree's.
+    """
     held = pending.bytes()
     for request, size in zip(requests, packed.sizes, strict=True):
         share = size / packed.num_rows
-        state, conv, kv = cache.slot_bytes(_slot(request))
-        stats = request.stats
-        stats.state_bytes = max(stats.state_bytes, state + round(held.state * share))
-        stats.conv_bytes = max(stats.conv_bytes, conv + round(held.conv * share))
-        stats.kv_bytes = max(stats.kv_bytes, kv + round(held.kv * share))
+        committed = cache.slot_bytes(_slot(request))
+        _keep_peak(request, tuple(mine + round(part * share) for mine, part in zip(committed, held, strict=True)))
+
+
+def _keep_peak(request: Request, state_conv_kv: Sequence[int]) -> None:
+    stats = request.stats
+    state, conv, kv = state_conv_kv
+    stats.state_bytes = max(stats.state_bytes, state)
+    stats.conv_bytes = max(stats.conv_bytes, conv)
+    stats.kv_bytes = max(stats.kv_bytes, kv)
 
 
 def _slot(request: Request) -> int:

@@ -24,6 +24,8 @@ class HFMTPHead(MTPHead):
 
     Embedding first. The embedding, the rotary tables and the LM head are the target's; the head owns `mtp.*` only.
 
+    Source: eq. 12 of docs/theory.md.
+
     Args:
         model: The target.
         weights: The checkpoint's `mtp.*` tensors by their full names.

@@ -44,7 +44,7 @@ def verify(
         ShapeError: operands do not fit the tree.
         CapacityError: a length passes the end of the pool.
 
-    Source: docs/theory.md, softmax layers.
+    Source: eq. 11 of docs/theory.md.
     """
     first = [0] * tree.num_seqs if first_query is None else list(first_query)
     _check(q, k, v, keys, values, slots, lengths, tree, first)

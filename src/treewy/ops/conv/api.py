@@ -34,7 +34,7 @@ def verify(
     Raises:
         ShapeError: operands do not fit the tree or the window.
 
-    Source: docs/theory.md, convolution.
+    Source: eq. 10 of docs/theory.md.
     """
     _check(x, weight, bias, window, slots, tree)
     if activation not in ACTIVATIONS:

@@ -66,7 +66,7 @@ def verify(
     Raises:
         ShapeError: operands do not fit the tree or the state.
 
-    Source: eqs. 5-6 of docs/theory.md; arXiv 2608.20961, section 3.
+    Source: eqs. 5-8 of docs/theory.md; arXiv 2608.20961, section 3.
     """
     _check(q, k, v, g, beta, state, slots, tree)
     return _implementation("gdn.verify", backend).verify(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype)

@@ -72,6 +72,8 @@ def solve(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Tensor:
     """Solve (I + A) U = R by substitution: level by level, or row by row on deep trees.
 
     Rows below the current level are masked, so that nothing unfinished is ever multiplied.
+
+    Source: eq. 9 of docs/theory.md.
     """
     if tree.max_depth >= SOLVE_TRIANGULAR_DEPTH:
         return torch.linalg.solve_triangular(couplings, residual, upper=False, unitriangular=True)

@@ -11,7 +11,7 @@ L2_EPS = 1e-6
 def l2_normalise(x: Float[Tensor, "N H K"]) -> Float[Tensor, "N H K"]:
     """Return `x * rsqrt(sum x^2 + 1e-6)` over the last axis, in at least float32.
 
-    The epsilon is added to the sum, not to the mean. Source: docs/theory.md, conventions.
+    The epsilon is added to the sum, not to the mean. Source: eq. 1 of docs/theory.md.
     """
     x = x if x.dtype == torch.float64 else x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
@@ -34,6 +34,8 @@ def finish_gates(
 
     g = -exp(A_log) softplus(a + dt_bias) is the log decay; beta = beta_scale sigmoid(b), with beta_scale 2 for models
     whose beta reaches 2. The sigmoid is taken in float32 whatever the model's dtype.
+
+    Source: eq. 2 of docs/theory.md.
     """
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     g = -a_log.to(wide).exp() * functional.softplus(a.to(wide) + dt_bias.to(wide))
