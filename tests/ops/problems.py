@@ -21,16 +21,8 @@ SHAPES = {
     "widths 3 3 3": DraftTree.from_widths([3, 3, 3]),
     "star 33": DraftTree.from_widths([33]),
     "scattered": DraftTree([-1, 0, 0, 0, 3]),
-    "two arms": DraftTree(
-        [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
-    ),
+    "two arms": DraftTree([-1, 0, 0, *range(1, 24)]),
 }
-
-
-class Keys(NamedTuple):
-    """How alike the keys of one head are: the cosine between any two of them, in expectation."""
-
-    correlation: float = 0.0
 
 
 class Problem(NamedTuple):
