@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder; default: the shipped one")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per prompt")
-    parser.add_argument("--prompts", type=int, default=None, help="only the first so many prompts")
+    parser.add_argument("--prompts", type=int, default=None, help="only so many prompts, evenly spaced")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="heldout", help="file under benchmarks/results")
@@ -42,7 +42,9 @@ def main() -> None:
     folder = resolve(options.model)
     model = load_model(folder, resolve_dtype(options.dtype, torch.device(options.device)), options.device)
     tokenizer = load_tokenizer(folder)
-    prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()][: options.prompts]
+    prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    chosen = options.prompts or len(prompts)
+    prompts = prompts[:: max(1, len(prompts) // chosen)][:chosen]
     ids = [list(tokenizer.encode(prompt["text"])) for prompt in prompts]
 
     make = partial(build_engine, model, folder=folder, max_num_seqs=1)

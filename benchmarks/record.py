@@ -1,6 +1,7 @@
 """Result lines: what was measured, by which command, on which code and machine."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -17,10 +18,11 @@ PACKAGES = ("torch", "transformers", "numpy")
 
 def environment(device: str, seed: int | None = None) -> dict[str, Any]:
     """Return what a reader needs to judge or repeat a result."""
+    sha = os.environ.get("TREEWY_SHA")  # for machines that hold the sources without their history
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "sha": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "sha": sha or _git("rev-parse", "HEAD"),
+        "dirty": None if sha else bool(_git("status", "--porcelain", "--untracked-files=no")),
         "argv": ["python", *sys.argv],
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "device": torch.cuda.get_device_name()

@@ -1,0 +1,227 @@
+"""The command line: what scripts depend on, and what bad input gets."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treewy.cli.main import main
+from treewy.hf.checkpoint import SHIPPED
+
+KEYS = {
+    "text",
+    "token_ids",
+    "num_verify_steps",
+    "mean_accept_len",
+    "accept_hist",
+    "tokens_per_s",
+    "state_bytes",
+    "conv_bytes",
+    "kv_bytes",
+}
+PROMPT = "The captain looked at the sea and"
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["generate", PROMPT, "--dtype", "float32", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Return the exit code and the one line a refused command prints."""
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("treewy: ")
+    return code, captured.err
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the shipped checkpoint, to be broken."""
+    return Path(shutil.copytree(SHIPPED, tmp_path / "checkpoint"))
+
+
+def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "--max-new-tokens", "12")
+    assert result.keys() >= KEYS
+    assert len(result["token_ids"]) == 12
+    delivered = sum(int(length) * count for length, count in result["accept_hist"].items())
+    assert delivered == 11
+    assert result["mean_accept_len"] == pytest.approx(11 / result["num_verify_steps"])
+
+
+@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("shape", [("--chain", "3"), ("--tree", "3,3,3")])
+def test_compare_holds_the_variants_side_by_side(
+    capsys: pytest.CaptureFixture[str], commit: str, shape: tuple[str, str]
+) -> None:
+    result = run_json(capsys, "--max-new-tokens", "16", "--compare", "--commit", commit, *shape)
+    compare = result["compare"]
+    assert compare["equal"] is True
+    assert compare["first_diff"] is None
+    assert compare["none"]["token_ids"] == result["token_ids"]
+    assert compare["store_all"]["token_ids"] == result["token_ids"]
+    assert compare["transformers"]["first_diff"] is None
+    assert compare["none"].keys() >= KEYS
+
+
+def test_store_all_holds_a_state_per_row_and_reconstruct_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "--max-new-tokens", "16", "--compare", "--tree", "3,3,3")
+    rows = 1 + 3 + 9 + 27
+    config = json.loads((SHIPPED / "config.json").read_text())
+    per_head = config["linear_value_head_dim"] * config["linear_key_head_dim"]
+    num_layers = config["layer_types"].count("linear_attention")
+    one_state = 4 * num_layers * config["linear_num_value_heads"] * per_head
+    assert result["compare"]["store_all"]["state_bytes"] == (1 + rows) * one_state
+    assert one_state < result["state_bytes"] < 3 * one_state
+
+
+def test_draft_none_takes_one_step_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "--draft", "none", "--max-new-tokens", "8")
+    assert result["num_verify_steps"] == 7
+    assert result["accept_hist"] == {"1": 7}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", PROMPT, "--tree", "3,x"], "'3,x'"),
+        (["generate", PROMPT, "--tree", "3,0"], "'3,0'"),
+        (["generate", PROMPT, "--tree", ""], "''"),
+        (["generate", PROMPT, "--chain", "-1"], "-1"),
+        (["generate", PROMPT, "--chain", "3", "--tree", "3"], "Drop one"),
+        (["generate", PROMPT, "--draft", "none", "--chain", "3"], "draft none"),
+        (["generate", PROMPT, "--bogus"], "--bogus"),
+        (["generate", PROMPT, "--max-new-tokens", "0"], "max_new_tokens"),
+        (["generate", PROMPT, "--draft", "telepathy"], "telepathy"),
+        (["generate", PROMPT, "--dtype", "float8"], "float8"),
+        (["generate", PROMPT, "--device", "abacus"], "abacus"),
+        (["generate", ""], "empty"),
+        (["generate", "word " * 20_000], "context"),
+        (["generate", PROMPT, "--model", "/no/such/folder"], "/no/such/folder"),
+        (["teleport"], "teleport"),
+    ],
+)
+def test_bad_usage_gets_one_clear_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    code, line = refused(capsys, *arguments)
+    assert code == 2
+    assert said in line
+
+
+def test_sampling_is_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = refused(capsys, "generate", PROMPT, "--temperature", "0.8")
+    assert code == 1
+    assert "0.8" in line
+
+
+def _truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def _drop_head(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _drop_layer(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if ".layers.1." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_truncate, "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config"),
+        (_drop_head, "mtp.fc.weight"),
+        (_drop_layer, "layers.1."),
+    ],
+)
+def test_a_bad_checkpoint_gets_one_clear_line(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, fault: object, said: str
+) -> None:
+    fault(checkpoint)
+    before = sorted(checkpoint.iterdir())
+    code, line = refused(capsys, "generate", PROMPT, "--model", str(checkpoint))
+    assert code in (1, 2)
+    assert said in line
+    assert sorted(checkpoint.iterdir()) == before
+
+
+def test_a_checkpoint_without_a_head_still_decodes_undrafted(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path
+) -> None:
+    expected = run_json(capsys, "--max-new-tokens", "8")["token_ids"]
+    _drop_head(checkpoint)
+    result = run_json(capsys, "--max-new-tokens", "8", "--draft", "none", "--model", str(checkpoint))
+    assert result["token_ids"] == expected
+
+
+def run_process(*arguments: str, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "treewy.cli.main", *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_a_prompt_may_be_piped_and_stdout_holds_the_text_alone() -> None:
+    done = run_process("generate", "--max-new-tokens", "5", input=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(PROMPT)
+    assert "tokens/s" in done.stderr
+    assert "\x1b[" not in done.stdout
+
+
+def test_tokens_are_coloured_by_kind_on_a_terminal() -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "treewy.cli.main", "generate", PROMPT, "--max-new-tokens", "24"]
+    environment = os.environ | {"TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        command, stdout=slave, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 65536)
+        except OSError:
+            break
+        if process.poll() is not None and not shown:
+            break
+    assert process.wait() == 0
+    assert b"\x1b[32m" in shown  # accepted
+    assert b"\x1b[33m" in shown or b"\x1b[36m" in shown  # recovered or bonus
+
+
+def test_doctor_tries_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {check["name"] for check in report["checks"]} >= {"ops.gdn eager on cpu", "shipped checkpoint"}
+    assert all(check["works"] for check in report["checks"])
+
+
+def test_doctor_says_what_does_not_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("treewy.hf.checkpoint.SHIPPED", tmp_path)
+    assert main(["doctor"]) == 1
+    assert "shipped checkpoint" in capsys.readouterr().err
