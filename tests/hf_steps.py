@@ -43,3 +43,8 @@ def stock_reference(model: PreTrainedModel):
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference over the largest value."""
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the root-mean-square difference over the root-mean-square value."""
+    return float((got.double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt())
