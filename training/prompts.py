@@ -1,6 +1,6 @@
 """Choose the held-out prompts: 10 of prose, 10 of code, 40-120 tokens each, from different held-out documents.
 
-    python training/prompts.py
+python training/prompts.py
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 
 def cut_at(text: str, start: int, tokenizer: Tokenizer, tokens: int) -> str:
     """About `tokens` tokens of text from `start`, ending after a whole word (prose and code alike)."""
-    ids = tokenizer.encode(text[start:start + 2000]).ids[:tokens]
+    ids = tokenizer.encode(text[start : start + 2000]).ids[:tokens]
     piece = tokenizer.decode(ids)
-    return piece[:max(piece.rfind(" "), piece.rfind("\n"))].rstrip()
+    return piece[: max(piece.rfind(" "), piece.rfind("\n"))].rstrip()
 
 
 def starts(text: str, kind: str) -> list[int]:

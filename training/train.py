@@ -1,7 +1,7 @@
 """Train the checkpoint on one GPU within a wall-clock budget.
 
-    python training/train.py --tokens .carry --out OUT --max-seconds 540
-    python training/train.py --tokens .carry --out OUT --max-seconds 520 --resume STATE --decay-share 0.4
+    python training/train.py --tokens .carry --out OUT --max-seconds 450 --decay-share 0.2 --state STATE
+    python training/train.py --tokens .carry --out OUT --max-seconds 205 --decay-share 0.85 --resume STATE
 
 The learning rate warms up, stays, and falls linearly to zero over the last `--decay-share` of the budget; the state at
 the start of the fall is kept, so that a later run can go on from there.
@@ -20,7 +20,6 @@ from pathlib import Path
 import losses
 import numpy as np
 import torch
-from fla_setup import install
 from losses import STEPS, Losses
 from model import Block, Config, Model
 from optim import Muon, split
@@ -76,16 +75,16 @@ class Trainer:
         matrices, tables, others = split(self.model)
         self.muon = Muon(matrices)
         groups = [{"params": tables, "base": args.lr_embed}, {"params": others, "base": args.lr_other}]
-        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0,
-                                      fused=self.device == "cuda")
+        self.adam = torch.optim.AdamW(
+            groups, lr=0.0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=self.device == "cuda"
+        )
         self.step = 0
         self.tokens = 0
         if self.device == "cuda":
             self._compile()
 
     def _compile(self) -> None:
-        """Compile everything but the delta rule, region by region."""
-        install()
+        """Compile everything but the delta rule, region by region; training only ever has one shape."""
         self.model.mtp.prepare(self.args.length, STEPS)
         losses.tail = torch.compile(losses.tail, dynamic=False)
         for name in ("before", "after", "attention"):
@@ -112,8 +111,13 @@ class Trainer:
         return result
 
     def state(self) -> dict:
-        return {"model": self.model.state_dict(), "muon": self.muon.buffers, "adam": self.adam.state_dict(),
-                "step": self.step, "tokens": self.tokens}
+        return {
+            "model": self.model.state_dict(),
+            "muon": self.muon.buffers,
+            "adam": self.adam.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+        }
 
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device)
@@ -137,15 +141,18 @@ def export(model: Model, path: Path) -> None:
 def evaluate(trainer: Trainer, heldout: Path, tokenizer: Path) -> dict:
     """Held-out figures with the weights rounded to bf16; on CUDA activations are bf16 too."""
     model = Model(trainer.model.c).to(trainer.device)
-    model.load_state_dict({k: v if v.numel() < 1000 else v.bfloat16().float() for k, v in trainer.model.state_dict().items()})
+    rounded = {k: v.bfloat16().float() if v.numel() > 1000 else v for k, v in trainer.model.state_dict().items()}
+    model.load_state_dict(rounded)
     model.eval()
     out = {}
     torch.compiler.set_stance("force_eager")
     for kind in ("prose", "code"):
         documents = (heldout / f"{kind}.txt").read_text().split("\f")
         with torch.autocast(trainer.device, torch.bfloat16, enabled=trainer.device == "cuda"):
-            out[kind] = {"bits_per_byte": bits_per_byte(lambda ids: model.logits(model.model(ids)), documents, tokenizer),
-                         "agreement": head_agreement(model, documents, tokenizer)}
+            out[kind] = {
+                "bits_per_byte": bits_per_byte(lambda ids: model.logits(model.model(ids)), documents, tokenizer),
+                "agreement": head_agreement(model, documents, tokenizer),
+            }
     return out
 
 
@@ -157,10 +164,19 @@ def run(args: argparse.Namespace) -> None:
         trainer.load(args.resume)
     stream = Stream(args.tokens, trainer.device, args.seed + 1000 * trainer.step)
     args.out.mkdir(parents=True, exist_ok=True)
-    log = open(args.out / "curves.jsonl", "w")
+    curves = args.out / "curves.jsonl"
+    curves.unlink(missing_ok=True)
     kept, lapse, lapse_tokens = False, time.monotonic(), trainer.tokens
-    print(json.dumps({"parameters": sum(p.numel() for p in trainer.model.parameters()), "setup_s": lapse - begun,
-                      "epoch_tokens": stream.epoch_tokens}), flush=True)
+    print(
+        json.dumps(
+            {
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "setup_s": lapse - begun,
+                "epoch_tokens": stream.epoch_tokens,
+            }
+        ),
+        flush=True,
+    )
     first = trainer.step
     while True:
         elapsed = time.monotonic() - begun
@@ -174,21 +190,33 @@ def run(args: argparse.Namespace) -> None:
             export(trainer.model, args.out / "stable.safetensors")
         result = trainer.update(stream.batch(args.batch, args.length + 1), factor)
         if trainer.step % args.log_every == 0:
-            row = {"step": trainer.step, "tokens": trainer.tokens, "seconds": round(time.monotonic() - begun, 1),
-                   "lr": round(factor, 4), "trunk": result.trunk.item(), "head": result.head.item(),
-                   "hard": result.hard.tolist(), "agree": result.agree.tolist()}
+            row = {
+                "step": trainer.step,
+                "tokens": trainer.tokens,
+                "seconds": round(time.monotonic() - begun, 1),
+                "lr": round(factor, 4),
+                "trunk": result.trunk.item(),
+                "head": result.head.item(),
+                "hard": result.hard.tolist(),
+                "agree": result.agree.tolist(),
+            }
             row["tokens_per_s"] = round((trainer.tokens - lapse_tokens) / (time.monotonic() - lapse))
             lapse, lapse_tokens = time.monotonic(), trainer.tokens
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            with curves.open("a") as log:
+                log.write(json.dumps(row) + "\n")
             if trainer.step % (10 * args.log_every) == 0 or trainer.step < 200:
                 print(json.dumps(row), flush=True)
             if not math.isfinite(row["trunk"]):
                 raise SystemExit("The loss is not finite; lower the learning rates.")
     export(trainer.model, args.out / "model.safetensors")
-    result = {"step": trainer.step, "tokens": trainer.tokens, "train_s": time.monotonic() - begun,
-              "argv": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__,
-              "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else None}
+    result = {
+        "step": trainer.step,
+        "tokens": trainer.tokens,
+        "train_s": time.monotonic() - begun,
+        "argv": {k: str(v) for k, v in vars(args).items()},
+        "torch": torch.__version__,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else None,
+    }
     print(json.dumps(result), flush=True)
     result["heldout"] = evaluate(trainer, args.heldout, args.tokenizer)
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")

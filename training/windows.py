@@ -24,7 +24,7 @@ def windows(document: str, tokenizer: Tokenizer) -> Iterator[tuple[Tensor, int]]
     start, scored = 0, 0
     while scored < len(ids) - 1:
         end = min(start + LENGTH, len(ids) - 1)
-        yield ids[None, start:end + 1], scored - start
+        yield ids[None, start : end + 1], scored - start
         scored = end
         start += STRIDE
 
@@ -38,7 +38,7 @@ def bits_per_byte(logits: Callable[[Tensor], Tensor], documents: list[str], toke
         size += len(document.encode())
         for ids, first in windows(document, encode):
             out = logits(ids[:, :-1].to(device))[0, first:].float()
-            nats += F.cross_entropy(out, ids[0, first + 1:].to(device), reduction="sum").item()
+            nats += F.cross_entropy(out, ids[0, first + 1 :].to(device), reduction="sum").item()
     return nats / math.log(2) / size
 
 
@@ -51,14 +51,14 @@ def head_agreement(model: Model, documents: list[str], tokenizer: Path) -> list[
         ids = torch.tensor([0, *encode.encode(document).ids], device=device)
         for start in range(0, len(ids) - 128, LENGTH):
             # Whole multiples of 128 rows: one shape for the sparse attention kernel.
-            window = ids[None, start:start + LENGTH]
+            window = ids[None, start : start + LENGTH]
             length = window.shape[1] // 128 * 128 if window.shape[1] < LENGTH else LENGTH
             window = window[:, :length]
             hidden = model.model(window)
             greedy = model.logits(hidden).argmax(-1)
             embeddings = [model.model.embed_tokens(F.pad(window[:, j:], (0, j))) for j in (1, 2, 3)]
             for j, y in enumerate(model.mtp(hidden, embeddings), 1):
-                same = model.logits(y[:, :length - j]).argmax(-1) == greedy[:, j:]
+                same = model.logits(y[:, : length - j]).argmax(-1) == greedy[:, j:]
                 hits[j - 1] += same.sum().item()
                 rows[j - 1] += same.numel()
     return (hits / rows).tolist()
