@@ -58,7 +58,12 @@ def main() -> None:
             engine = make(draft="mtp", shape=shape, commit=policy)
             rows.append(_row(name, policy, prompts, *_decode(engine, ids, options.tokens, reference)))
     environment = record.environment(options.device)
-    common = {"benchmark": "heldout", "dtype": options.dtype, "tokens_per_prompt": options.tokens}
+    common = {
+        "benchmark": "heldout",
+        "dtype": options.dtype,
+        "num_prompts": len(prompts),
+        "tokens_per_prompt": options.tokens,
+    }
     path = record.write(options.name, [common | row | {"environment": environment} for row in rows])
     _print(rows)
     print(f"written to {path}")
@@ -141,7 +146,7 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     return {
         "compared_tokens": verdict.num_tokens,
         "differences": [difference._asdict() for difference in verdict.differences],
-        "lossless": verdict.is_lossless,
+        "lossless": verdict.is_lossless,  # by the float32 rule, whatever the dtype
     }
 
 

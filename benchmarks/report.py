@@ -38,8 +38,8 @@ def _table(path: Path) -> str:
     environment = first["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     title = (
-        f"Held-out prompts, greedy, {first['tokens_per_prompt']} tokens each, one at a time, {first['dtype']}, "
-        f"{environment['device']} ({versions}; `{' '.join(environment['argv'])}` at {environment['sha'][:8]}). "
+        f"{first['num_prompts']} held-out prompts, greedy, {first['tokens_per_prompt']} tokens each, one at a time, "
+        f"{first['dtype']}, {environment['device']} ({versions}; `{' '.join(environment['argv'])}` at {environment['sha'][:8]}). "
         "Differences are against decoding without drafts.\n\n"
     )
     return title + HEADER + "".join(map(_line, rows)) + "\n"
@@ -47,6 +47,8 @@ def _table(path: Path) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     differences = f"{len(row['differences'])} in {row['compared_tokens']}"
+    if row["differences"]:
+        differences += f", widest gap {max(difference['gap'] for difference in row['differences']):.1g}"
     if "mean_accept_len" not in row:
         return f"| {row['shape']} | | | | | | | | {differences} |\n"
     lengths = row["mean_accept_len"]
