@@ -182,6 +182,13 @@ def run_process(*arguments: str, **options: object) -> subprocess.CompletedProce
     )
 
 
+def test_defaults_alone_start_and_answer() -> None:
+    """Fault G09: default settings did not start."""
+    done = run_process("generate", stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 100
+
+
 def test_a_prompt_may_be_piped_and_stdout_holds_the_text_alone() -> None:
     done = run_process("generate", "--max-new-tokens", "5", input=PROMPT)
     assert done.returncode == 0, done.stderr
