@@ -103,13 +103,14 @@ def accept_report(checkpoint: Path, stock, length: int) -> dict:
     out: dict = {}
     for temperature in (0.0, 0.8):
         for kind in ("prose", "code"):
-            rows = []
-            for prompt in (p for p in prompts if p["kind"] == kind):
-                torch.manual_seed(0)
-                ids = tokenizer(prompt["text"], return_tensors="pt").input_ids
-                text = generate(stock, ids, length, temperature)
-                fresh = text[0, ids.shape[1] :].tolist()
-                rows.append([*accept_lengths(model, text, ids.shape[1], temperature), distinct(fresh)])
+            encoded = [tokenizer(prompt["text"]).input_ids for prompt in prompts if prompt["kind"] == kind]
+            # Cut from the left to the shortest prompt, so that all generate as one batch without padding.
+            start = min(map(len, encoded))
+            torch.manual_seed(0)
+            texts = generate(stock, torch.tensor([ids[-start:] for ids in encoded]), length, temperature)
+            rows = [
+                [*accept_lengths(model, text[None], start, temperature), distinct(text[start:].tolist())] for text in texts
+            ]
             chain, tree, level, ratio = torch.tensor(rows).mean(0).tolist()
             out[f"{kind}, temperature {temperature:g}"] = {
                 "chain": round(chain, 3),
@@ -124,12 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=HERE.parent / "src/treewy/assets/checkpoint")
     parser.add_argument("--accept", action="store_true")
+    parser.add_argument("--accept-only", action="store_true")
     parser.add_argument("--length", type=int, default=192, help="tokens generated per prompt")
     args = parser.parse_args()
     stock, info = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32, output_loading_info=True)
     stock = stock.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     out: dict = {"missing_keys": sorted(info["missing_keys"]), "unexpected_keys": sorted(info["unexpected_keys"])}
-    for kind in ("prose", "code"):
+    for kind in () if args.accept_only else ("prose", "code"):
         documents = (HERE / "heldout" / f"{kind}.txt").read_text().split("\f")
         out[kind] = {
             "bits_per_byte": bits_per_byte(lambda ids: stock(ids).logits, documents, args.checkpoint / "tokenizer.json")
@@ -137,7 +139,7 @@ def main() -> None:
         if args.accept:
             model = load_head(args.checkpoint)
             out[kind]["agreement"] = head_agreement(model, documents, args.checkpoint / "tokenizer.json")
-    if args.accept:
+    if args.accept or args.accept_only:
         out["accept_length"] = accept_report(args.checkpoint, stock.cpu(), args.length)
     print(json.dumps(out, indent=1))
 
