@@ -109,7 +109,8 @@ def accept_report(checkpoint: Path, stock, length: int) -> dict:
             torch.manual_seed(0)
             texts = generate(stock, torch.tensor([ids[-start:] for ids in encoded]), length, temperature)
             rows = [
-                [*accept_lengths(model, text[None], start, temperature), distinct(text[start:].tolist())] for text in texts
+                [*accept_lengths(model, text[None], start, temperature), distinct(text[start:].tolist())]
+                for text in texts
             ]
             chain, tree, level, ratio = torch.tensor(rows).mean(0).tolist()
             out[f"{kind}, temperature {temperature:g}"] = {
