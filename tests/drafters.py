@@ -98,10 +98,11 @@ class ScriptedDrafter(Drafter):
 
 
 class Recorder(Drafter):
-    """Passes everything on to another drafter and keeps the trees it proposed."""
+    """Passes everything on to another drafter; keeps what it was shown and the trees it proposed."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
+        self.shown: list[Committed] = []
         self.trees: list[list[DraftTree]] = []
 
     def allocate(self, slot: int) -> None:
@@ -111,6 +112,7 @@ class Recorder(Drafter):
         self.inner.free(slot)
 
     def observe(self, committed: Sequence[Committed]) -> None:
+        self.shown += committed
         self.inner.observe(committed)
 
     def propose(self, roots: Sequence[Root]) -> list[DraftTree]:

@@ -20,7 +20,10 @@ class Transcript:
         states: Recurrent state [HV, V, K] of each gated-delta layer.
         inputs: Conv inputs of each gated-delta layer, one per token.
         keys, values: Of each attention layer, one [heads, dim] per token.
+        hidden: What the head saw after the newest token.
     """
+
+    hidden: np.ndarray
 
     def __init__(self, target: ToyTarget) -> None:
         self.target, self.config = target, target.config
@@ -47,7 +50,8 @@ class Transcript:
         for index, kind in enumerate(self.config.layers):
             x = x + (self._delta if kind == "d" else self._attention)(index, _norm(x))
         self.tokens.append(token)
-        return self.target.head.numpy() @ _norm(x)
+        self.hidden = _norm(x)
+        return self.target.head.numpy() @ self.hidden
 
     def run(self, tokens: Sequence[int]) -> np.ndarray:
         """Take several tokens; return the logits after each."""

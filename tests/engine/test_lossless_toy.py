@@ -118,6 +118,16 @@ def test_more_requests_than_slots() -> None:
     engine.cache.check_integrity()
 
 
+@pytest.mark.parametrize("commit", POLICIES)
+def test_short_requests_on_used_slots(commit: str) -> None:
+    """Faults B06 and C06: 40 prompts shorter than the conv window through 4 slots, all free memory poisoned."""
+    prompts = [[n, *([3] * (n % 3))] for n in range(40)]
+    wanted = [continuation(TARGET, prompt, 6) for prompt in prompts]
+    engine = make_engine(commit, drafter=ScriptedDrafter(wanted), max_num_seqs=4)
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=6, shape=SHAPES[3]))
+    assert [result.prompt_ids + result.token_ids for result in results] == wanted
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_prefill_chunks(chunk: int) -> None:
     """Fault D01: a last chunk of one row is no decode; any chunk size gives the same tokens, others decoding meanwhile."""
@@ -167,6 +177,21 @@ def test_a_hopeless_drafter_costs_steps_and_nothing_else() -> None:
     assert result.accept_hist == {1: 256}
     # With one token to go nothing is worth drafting.
     assert result.kinds == [TokenKind.PREFILL] + [TokenKind.RECOVERED] * 255 + [TokenKind.PLAIN]
+
+
+def test_the_drafter_is_shown_the_hidden_states_of_what_was_committed() -> None:
+    """Fault L07: of every token once, in order, of the accepted rows and no others: prefilled, accepted or recovered."""
+    recorder = Recorder(ScriptedDrafter(scripts(), skip=0.1))
+    make_engine(drafter=recorder, prefill_chunk=7).generate(PROMPTS, params(48))
+    for slot, (prompt, script) in enumerate(zip(PROMPTS, scripts(), strict=True)):
+        shown = [committed for committed in recorder.shown if committed.slot == slot]
+        hidden = torch.cat([committed.hidden for committed in shown]).numpy()
+        assert [token for committed in shown for token in committed.tokens] == script[1 : len(prompt) + 48]
+        oracle, wanted = Transcript(TARGET), []
+        for token in script[: len(prompt) + 47]:
+            oracle.push(token)
+            wanted.append(oracle.hidden)
+        assert np.abs(hidden - np.stack(wanted)).max() < TOY_LOGITS
 
 
 def test_a_chain_is_a_tree_without_branches() -> None:

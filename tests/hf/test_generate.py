@@ -1,5 +1,6 @@
 """`treewy.generate` on a model the caller already has: same tokens as `model.generate`, and the model as it was."""
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -184,6 +185,23 @@ def test_the_head_may_lie_elsewhere(text_checkpoint: Path, tmp_path: Path) -> No
     assert load_mtp_weights(bare) is None
 
 
+def test_a_model_that_was_not_loaded(
+    text_model: PreTrainedModel, text_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No head is picked up from wherever the process happens to stand; given one, or none to draft with, it decodes."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(text_model.config)).eval()
+    model.config.name_or_path = ""
+    model.load_state_dict(text_model.state_dict())
+    monkeypatch.chdir(text_checkpoint)
+    ids = torch.tensor([[9, 3, 44]])
+    with pytest.raises(RequestError, match=r"mtp\.fc\.weight; this model was not loaded from one"):
+        treewy.generate(model, ids)
+    want = continuation(text_model, [9, 3, 44], 6)
+    for options in ({"checkpoint": text_checkpoint}, {"draft": "none"}):
+        got = treewy.generate(model, ids, max_new_tokens=6, ignore_eos=True, **options)
+        assert got[0].tolist() == want
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -195,7 +213,7 @@ def test_the_head_may_lie_elsewhere(text_checkpoint: Path, tmp_path: Path) -> No
         ({"draft": "eagle"}, UnsupportedError, "mtp, none; got 'eagle'"),
         ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct"),
         ({"max_new_tokens": 0}, RequestError, "at least 1"),
-        ({"checkpoint": "/nowhere"}, RequestError, r"mtp\.fc\.weight"),
+        ({"checkpoint": "/nowhere"}, RequestError, "'/nowhere' is neither"),
     ],
 )
 def test_bad_arguments(unchanged: PreTrainedModel, options: dict, error: type[TreeWYError], message: str) -> None:

@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from treewy.engine import SamplingParams
-from treewy.errors import ShapeError
+from treewy.errors import RequestError, ShapeError
+from treewy.hf.checkpoint import resolve
 from treewy.hf.load import build_engine, eos_ids
 from treewy.shapes import Int, Tensor
 from treewy.tree import DraftTree
@@ -35,7 +36,8 @@ def generate(
         attention_mask: 0 where `input_ids` is padding; None if nothing is.
         max_new_tokens: Most tokens to generate per prompt.
         draft: "mtp" or "none".
-        checkpoint: Folder whose files hold the head's `mtp.*` tensors; default: where the model was loaded from.
+        checkpoint: Folder or hub id whose files hold the head's `mtp.*` tensors; default: where the model was loaded
+            from.
         shape: Draft shape; default a chain of 3.
         commit: "store_all" or "reconstruct".
         ignore_eos: Go on past the end-of-text token.
@@ -53,11 +55,10 @@ def generate(
         )
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ShapeError("Padding must be on the left; attention_mask has zeros after ones. Set padding_side='left'.")
-    folder = Path(checkpoint or str(model.config.name_or_path))
     engine = build_engine(
         model,
         draft=draft,
-        folder=folder if folder.is_dir() else None,
+        folder=_head_folder(model, checkpoint) if draft == "mtp" else None,
         shape=shape,
         commit=commit,
         max_num_seqs=max(1, input_ids.shape[0]),
@@ -66,6 +67,16 @@ def generate(
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
     new = [generation.token_ids for generation in engine.generate(prompts, params)]
     return torch.cat([input_ids, _padded(new, _pad_id(model)).to(input_ids)], dim=1)
+
+
+def _head_folder(model: PreTrainedModel, checkpoint: str | Path | None) -> Path:
+    source = checkpoint or str(model.config.name_or_path)
+    if not source:
+        raise RequestError(
+            "Drafting with mtp needs a checkpoint that holds mtp.fc.weight; this model was not loaded from one. "
+            "Pass checkpoint=, or draft 'none'."
+        )
+    return resolve(source)
 
 
 def _padded(rows: list[list[int]], pad: int) -> Int[Tensor, "B new"]:
