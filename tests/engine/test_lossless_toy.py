@@ -257,6 +257,21 @@ def test_state_bytes(commit: str) -> None:
         assert result.kv_bytes <= (len(result.prompt_ids) + 31 + rows) * kv_place
 
 
+def test_prefill_keeps_no_snapshots() -> None:
+    """Every prompt row is committed, so none needs a state of its own, under store_all neither."""
+    engine, held = make_engine("store_all"), []
+    commit = engine.cache.commit
+
+    def spy(pending, paths):
+        held.append((pending.tree.num_rows, pending.bytes().state))
+        commit(pending, paths)
+
+    engine.cache.commit = spy
+    engine.generate([PROMPTS[4][:64]], SamplingParams(max_new_tokens=2))
+    state = 2 * 4 * 6 * 8 * 8
+    assert held == [(64, 64 * state // 4), (1, state)]
+
+
 def check_counts(generation: Generation) -> None:
     """What is counted adds up to what was delivered."""
     steps = generation.accept_hist

@@ -209,14 +209,15 @@ def test_stop_string_and_eos_in_one_block(pieces: list[str], text: str, reason: 
     assert len(result.token_ids) == num_tokens
 
 
-def test_gaps_are_those_of_each_token() -> None:
-    """Fault I10: the recorded top-2 gap stands at its token, accepted, recovered or bonus, also after a cut."""
+@pytest.mark.parametrize("place", range(8, 14))
+def test_gaps_are_those_of_each_token(place: int) -> None:
+    """Fault I10: the recorded top-2 gap stands at its token: accepted, recovered or bonus, up to a cut in mid-block."""
     target = ToyTarget(seed=1)
     script = continuation(target, [40, 2], 50)
-    engine = Engine(
-        target, ScriptedDrafter([script], skip=0.1), shape=DraftTree.from_widths([3, 2, 1]), eos_ids=[script[-1]]
-    )
+    drafter = ScriptedDrafter([script], right=0.95, skip=0.1)
+    engine = Engine(target, drafter, shape=DraftTree.from_widths([2, 1, 1, 1]), eos_ids=[script[place]])
     result = engine.generate([[40, 2]], SamplingParams(max_new_tokens=50, record_gaps=True))[0]
+    assert result.finish_reason == "eos"
     logits = Transcript(target).run([40, 2, *result.token_ids[:-1]])[1:]
     top = np.sort(logits, axis=1)
     assert len(result.top2_gaps) == len(result.token_ids)
