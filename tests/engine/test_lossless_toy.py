@@ -259,7 +259,7 @@ def test_state_bytes(commit: str) -> None:
 
 def test_prefill_keeps_no_snapshots() -> None:
     """Every prompt row is committed, so none needs a state of its own, under store_all neither."""
-    engine, held = make_engine("store_all"), []
+    engine, held = make_engine("store_all", drafter=NoDrafter()), []
     commit = engine.cache.commit
 
     def spy(pending, paths):
