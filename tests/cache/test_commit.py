@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine_tolerances import TOY_LOGITS, TOY_MEMORY
+from tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript
 from toy_steps import feed, make_pool, memory, memory_error, start, storages, verify
 from treewy.cache import Batch, CachePool, Pending, get_policy

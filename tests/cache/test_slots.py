@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_tolerances import TOY_LOGITS, TOY_NEIGHBOURS
+from tolerances import TOY_LOGITS, TOY_NEIGHBOURS
 from toy_oracle import Transcript
 from toy_steps import feed, make_pool, memory, start, storages, verify
 from treewy.cache import AttentionSpec, CachePool, get_policy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters import Recorder, ScriptedDrafter
-from engine_tolerances import TOY_LOGITS, TOY_MEMORY
+from tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript, continuation
 from toy_steps import make_pool, memory_error, start, verify
 from treewy.draft import NoDrafter, parse_shape

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from drafters import ScriptedDrafter
-from engine_tolerances import TOY_LOGITS
 from textkit import ByteTokenizer, PieceTokenizer, ScriptTarget
+from tolerances import TOY_LOGITS
 from toy_oracle import Transcript, continuation
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.model import ToyConfig, ToyTarget
@@ -63,9 +63,9 @@ def test_eos_anywhere_in_a_block(place: int) -> None:
     assert result.accept_hist == {size: count for size, count in ((rest, rest > 0), (5, whole)) if count}
     assert len(result.kinds) == place
     assert result.mean_accept_len == ((place - 1) / result.num_verify_steps if place > 1 else 0)
-    # Rates count accepted nodes that were delivered, not those past the end.
-    if rest:
-        assert result.accept_rate_by_depth[4] == whole / (whole + 1)
+    # Every node that was reached stood; a cut step says nothing of the depths below its cut.
+    reached = range(1, 5) if whole else range(1, rest)
+    assert result.accept_rate_by_depth == dict.fromkeys(reached, 1.0)
 
 
 def test_eos_inside_a_tree_block_counts_three() -> None:

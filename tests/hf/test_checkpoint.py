@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import treewy
-from engine_tolerances import HF_BFLOAT16_FACTOR
 from fixtures import MAX_LEN, VOCAB, write_checkpoint
 from hf_steps import continuation, forward, rms_error
+from tolerances import HF_BFLOAT16_FACTOR
 from toy_steps import feed, make_pool
 from treewy.draft import MTPDrafter, NoDrafter
 from treewy.engine import Engine, SamplingParams

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import Recorder
-from engine_tolerances import HF_LOGITS
 from fixtures import VOCAB
 from hf_steps import continuation, forward, relative_error
 from mtp_oracle import MTPOracle
+from tolerances import HF_LOGITS
 from treewy.cache import AttentionSpec, CachePool, get_policy
 from treewy.draft import Committed, Drafter, MTPDrafter, Root
 from treewy.engine import Engine, SamplingParams

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from drafters import ScriptedDrafter
-from engine_tolerances import HF_LOGITS
 from fixtures import VOCAB
 from hf_steps import continuation, forward, relative_error, stock_reference
+from tolerances import HF_LOGITS
 from toy_steps import feed, make_pool, start, storages, verify
 from treewy.engine import Engine, SamplingParams
 from treewy.engine.lossless import compare_decoders

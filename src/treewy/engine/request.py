@@ -68,12 +68,15 @@ class Stats:
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def count_step(self, tree: DraftTree, path: Sequence[int], num_delivered: int) -> None:
-        """Count one verify step: its delivered tokens, and the accepted nodes of its path."""
+    def count_step(self, tree: DraftTree, path: Sequence[int], num_delivered: int, *, was_cut: bool) -> None:
+        """Count one verify step: its delivered tokens, and the accepted nodes of its path.
+
+        A step that was cut says nothing of the depths below the cut, so they do not count as tried.
+        """
         self.num_verify_steps += 1
         self.num_drafted += tree.num_drafts
         self.accept_hist[num_delivered] = self.accept_hist.get(num_delivered, 0) + 1
-        for depth in range(1, tree.max_depth + 1):
+        for depth in range(1, (len(path) - 1 if was_cut else tree.max_depth) + 1):
             self.tried_at_depth[depth] = self.tried_at_depth.get(depth, 0) + 1
         for depth, row in enumerate(path[1:], start=1):
             self.accepted_at_depth[depth] = self.accepted_at_depth.get(depth, 0) + 1

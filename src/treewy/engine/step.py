@@ -50,7 +50,7 @@ def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent
         kinds = _kinds(accepted[i], tree)
         event = deliver(request, accepted[i].tokens, kinds, machine.eos_ids)
         cut = accepted[i].cut(len(event.token_ids))
-        request.stats.count_step(tree, cut.path, len(cut.tokens))
+        request.stats.count_step(tree, cut.path, len(cut.tokens), was_cut=cut is not accepted[i])
         _record_gaps(request, verified.logits, [starts[i] + row for row in cut.path])
         events.append(event)
         paths.append(cut.path)

@@ -8,6 +8,7 @@ so nothing is global and nothing outlives the call.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,10 @@ def attention(
 
 AttentionInterface.register(ATTENTION_NAME, attention)
 
+# While a forward runs, its model is not as others know it: treewy's own forwards take turns. A plain forward of the same
+# model in another thread is the caller's to keep apart.
+_TURN = Lock()
+
 
 @contextmanager
 def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
@@ -56,19 +61,20 @@ def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
         layers: Decoder layers.
         config: The config object their attention modules read.
     """
-    implementation = config._attn_implementation_internal
     mixers: list[Any] = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
     before: list[tuple[Any, Callable | None]] = []
-    try:
-        config._attn_implementation_internal = ATTENTION_NAME
-        for mixer in mixers:
-            before.append((mixer, mixer.__dict__.get("forward")))
-            mixer.forward = partial(gated_delta_net, mixer)
-        yield
-    finally:
-        config._attn_implementation_internal = implementation
-        for mixer, forward in before:
-            if forward is None:
-                del mixer.__dict__["forward"]
-            else:
-                mixer.forward = forward
+    with _TURN:
+        implementation = config._attn_implementation_internal
+        try:
+            config._attn_implementation_internal = ATTENTION_NAME
+            for mixer in mixers:
+                before.append((mixer, mixer.__dict__.get("forward")))
+                mixer.forward = partial(gated_delta_net, mixer)
+            yield
+        finally:
+            config._attn_implementation_internal = implementation
+            for mixer, forward in before:
+                if forward is None:
+                    del mixer.__dict__["forward"]
+                else:
+                    mixer.forward = forward
