@@ -154,3 +154,16 @@ def test_a_root_alone_beside_one_that_drafts() -> None:
         (one.tokens[6],),
         (two.tokens[11],),
     ]
+
+
+def test_a_freed_slot_keeps_nothing() -> None:
+    """Neither a hidden state nor readable keys and values outlive their sequence."""
+    drafter, script = make_drafter(2), Script(3)
+    for _ in range(3):
+        drafter.allocate(5)
+        drafter.observe([script.rows(5, 0, 4)])
+        drafter.free(5)
+    assert not drafter._root_hidden
+    assert drafter.cache.num_free == 2
+    drafter.cache.check_integrity()
+    assert all(torch.isnan(layer.keys).all() and torch.isnan(layer.values).all() for layer in drafter.cache.layers)

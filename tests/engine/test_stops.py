@@ -222,3 +222,12 @@ def test_gaps_are_those_of_each_token(place: int) -> None:
     top = np.sort(logits, axis=1)
     assert len(result.top2_gaps) == len(result.token_ids)
     assert np.abs(np.array(result.top2_gaps) - (top[:, -1] - top[:, -2])).max() < TOY_LOGITS
+
+
+@pytest.mark.parametrize(("max_new_tokens", "drafted"), [(1, 0), (2, 0), (3, 1), (4, 2), (6, 4), (7, 4), (8, 5)])
+def test_no_row_is_drafted_that_the_limit_would_cut(max_new_tokens: int, drafted: int) -> None:
+    """One token from prefill, then blocks of a chain of 4: the last tree is as deep as the tokens left allow."""
+    engine = make_engine([*PROMPT, *range(30, 60)], shape=DraftTree.chain(4))
+    result = engine.generate([PROMPT], SamplingParams(max_new_tokens=max_new_tokens))[0]
+    assert len(result.token_ids) == max_new_tokens
+    assert result.num_drafted == drafted

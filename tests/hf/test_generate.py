@@ -97,8 +97,15 @@ def test_several_end_tokens(text_model: PreTrainedModel, monkeypatch: pytest.Mon
     assert got[0, 5:].tolist() == text[: ends + 1]
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("draft", ["mtp", "none"])
-def test_the_model_is_left_as_it_was(unchanged: PreTrainedModel, draft: str) -> None:
+def test_the_model_is_left_as_it_was(
+    text_model: PreTrainedModel, request: pytest.FixtureRequest, draft: str, implementation: str
+) -> None:
+    request.addfinalizer(lambda: text_model.set_attn_implementation("sdpa"))
+    text_model.set_attn_implementation(implementation)
+    unchanged = request.getfixturevalue("unchanged")
+    assert unchanged.config._attn_implementation == implementation
     ids, mask = padded()
     treewy.generate(unchanged, ids, attention_mask=mask, max_new_tokens=8, draft=draft, shape=TREE)
 

@@ -70,13 +70,13 @@ class AttentionLayer:
         """Places of each slot (M)."""
         return self.keys.shape[1]
 
-    def reserve(self, num_places: int) -> None:
-        """Grow every slot to at least `num_places`, doubling so that growth costs little."""
+    def reserve(self, num_places: int, *, fill: float = 0.0) -> None:
+        """Grow every slot to at least `num_places`, doubling so that growth costs little; new places hold `fill`."""
         if num_places <= self.num_places:
             return
         target = max(num_places, min(2 * self.num_places, num_places + 16 * self.BLOCK))
         target = -(-target // self.BLOCK) * self.BLOCK
-        self.keys, self.values = (_grown(x, target) for x in (self.keys, self.values))
+        self.keys, self.values = (_grown(x, target, fill) for x in (self.keys, self.values))
 
     def reset(self, slot: int) -> None:
         """Nothing to do: an empty sequence has length 0."""
@@ -87,7 +87,7 @@ class AttentionLayer:
         self.values[slot] = torch.nan
 
 
-def _grown(pool: Tensor, num_places: int) -> Tensor:
-    grown = pool.new_zeros(pool.shape[0], num_places, *pool.shape[2:])
+def _grown(pool: Tensor, num_places: int, fill: float) -> Tensor:
+    grown = pool.new_full((pool.shape[0], num_places, *pool.shape[2:]), fill)
     grown[:, : pool.shape[1]] = pool
     return grown

@@ -141,7 +141,7 @@ class CachePool:
         longest = max((a + b for a, b in zip(lengths, path.lengths, strict=True)), default=0)
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.reserve(longest)
+                layer.reserve(longest, fill=torch.nan if self._poison else 0.0)
         self._torn.update(written)
         for index, layer in enumerate(self.layers):
             rows = pending.layers[index]

@@ -92,6 +92,7 @@ def summary(generation: "Generation") -> dict[str, Any]:
         "text": generation.text,
         "token_ids": generation.token_ids,
         "num_verify_steps": generation.num_verify_steps,
+        "num_drafted": generation.num_drafted,
         "mean_accept_len": generation.mean_accept_len,
         "accept_hist": {str(length): count for length, count in generation.accept_hist.items()},
         "accept_rate_by_depth": {str(d): rate for d, rate in generation.accept_rate_by_depth.items()},

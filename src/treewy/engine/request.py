@@ -115,6 +115,7 @@ class Generation:
         token_ids: Generated tokens, the end-of-text token included if it was generated.
         finish_reason: "eos", "stop" or "length".
         num_verify_steps: Decoding forwards of the target, prefill apart.
+        num_drafted: Draft tokens verified.
         accept_hist: Steps by the number of tokens they delivered.
         accept_rate_by_depth: Share of steps with a node at that depth that accepted one there.
         not_first_sibling_share: Share of accepted nodes that are not their parent's first child.
@@ -129,6 +130,7 @@ class Generation:
     token_ids: list[int]
     finish_reason: str
     num_verify_steps: int
+    num_drafted: int
     accept_hist: dict[int, int]
     accept_rate_by_depth: dict[int, float]
     not_first_sibling_share: float
@@ -157,6 +159,7 @@ def finished(request: Request) -> Generation:
         token_ids=request.output,
         finish_reason=request.finish_reason or "length",
         num_verify_steps=s.num_verify_steps,
+        num_drafted=s.num_drafted,
         accept_hist=dict(sorted(s.accept_hist.items())),
         accept_rate_by_depth=rates,
         not_first_sibling_share=s.num_not_first_sibling / s.num_accepted if s.num_accepted else 0.0,
