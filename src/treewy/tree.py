@@ -12,6 +12,8 @@ import numpy as np
 from treewy.errors import TreeError
 
 WORD_BITS = 64
+# Tables of a tree grow with the square of its rows: 16 MiB at this many.
+MAX_ROWS = 4096
 
 
 class Topology(NamedTuple):
@@ -65,6 +67,7 @@ class DraftTree:
                     "Leave the level out to make the tree shallower."
                 )
             start = len(parents)
+            _check_size(start + len(level) * int(width))
             parents += [row for row in level for _ in range(width)]
             level = list(range(start, len(parents)))
         return cls(parents)
@@ -211,7 +214,13 @@ def _bit_words(ancestors: np.ndarray) -> np.ndarray:
     return words
 
 
+def _check_size(num_rows: int) -> None:
+    if num_rows > MAX_ROWS:
+        raise TreeError(f"A tree may have at most {MAX_ROWS} rows; got {num_rows} or more. Draft fewer tokens.")
+
+
 def _checked_parents(parents: Sequence[int]) -> tuple[int, ...]:
+    _check_size(len(parents))
     checked = tuple(_as_int(parent, row) for row, parent in enumerate(parents))
     if not checked:
         raise TreeError("A tree must have at least its root; got no rows. Pass parents=[-1] for a step without drafts.")

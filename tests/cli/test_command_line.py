@@ -232,3 +232,88 @@ def test_doctor_says_what_does_not_work(
     monkeypatch.setattr("treewy.hf.checkpoint.SHIPPED", tmp_path)
     assert main(["doctor"]) == 1
     assert "shipped checkpoint" in capsys.readouterr().err
+
+
+def test_piped_text_keeps_its_tabs() -> None:
+    done = run_process("generate", "def f():\n\treturn 1\n", "--max-new-tokens", "5")
+    assert done.stdout.startswith("def f():\n\treturn 1\n")
+
+
+def test_json_is_one_ascii_line_whatever_the_locale() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = run_process("generate", "naïve café —", "--max-new-tokens", "5", "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tree", "5000"], "4096 rows"),
+        (["--tree", "4000"], "3072"),
+        (["--tree", "500,500"], "4096 rows"),
+        (["--chain", "100000"], "4095"),
+        (["--device", "meta"], "meta"),
+        (["--model", "~nosuchuser/folder"], "~nosuchuser/folder"),
+        (["--model", "nosuch\x00folder"], "nosuch"),
+    ],
+)
+def test_odd_options_get_one_clear_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    code, line = refused(capsys, "generate", PROMPT, *arguments)
+    assert code == 2
+    assert said in line
+
+
+def test_a_prompt_that_is_no_text_gets_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = refused(capsys, "generate", "\udcff\udcfe")
+    assert code == 2
+    assert "UTF-8" in line
+
+
+@pytest.mark.parametrize("content", ["[]", '{"weight_map": ["x"]}', '{"weight_map": {"a": 1}}', "\x80"])
+def test_a_bad_index_gets_one_clear_line(capsys: pytest.CaptureFixture[str], checkpoint: Path, content: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(content, encoding="latin-1")
+    code, line = refused(capsys, "generate", PROMPT, "--model", str(checkpoint))
+    assert code == 2
+    assert "model.safetensors.index.json" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "abc"),
+        ("num_attention_heads", 0),
+        ("layer_types", ["linear_attention"]),
+        ("mamba_ssm_dtype", "float3"),
+    ],
+)
+def test_a_bad_config_gets_one_line(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, key: str, value: object
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {key: value}))
+    code, _ = refused(capsys, "generate", PROMPT, "--model", str(checkpoint))
+    assert code in (1, 2)
+
+
+def test_logits_that_are_not_finite_are_an_error(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    """Fault F10: NaN is reported, not decoded as token 0."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    code, line = refused(capsys, "generate", PROMPT, "--json", "--model", str(checkpoint))
+    assert code == 1
+    assert "finite" in line
+
+
+def test_a_full_disk_is_one_line_and_a_failure() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "treewy.cli.main", "generate", PROMPT, "--max-new-tokens", "3", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr

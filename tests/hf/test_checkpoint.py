@@ -172,12 +172,12 @@ def an_index_without_a_map(folder: Path) -> None:
         (tokenizer_of_no_json, "tokenizer of"),
         (truncated, r"model\.safetensors of"),
         (cut_to_the_header, r"model\.safetensors of"),
-        (config_of_no_json, "model of"),
+        (config_of_no_json, r"config\.json of"),
         (a_tensor_short, r"lacks model\.layers\.2\.linear_attn\.out_proj\.weight"),
-        (a_tensor_misshapen, "model of"),
+        (a_tensor_misshapen, r"out_proj\.weight of .* is \(4, 4\) and should be"),
         (an_index_of_a_missing_shard, r"model-00002-of-00002\.safetensors is missing"),
         (an_index_of_no_json, r"index\.json of"),
-        (an_index_without_a_map, r"index\.json of"),
+        (an_index_without_a_map, r"weight_map.*index\.json does not"),
     ],
 )
 def test_broken_checkpoints(tmp_path: Path, broken: Callable[[Path], Path | None], message: str) -> None:

@@ -141,8 +141,8 @@ def test_the_model_is_left_as_it_was_after_an_exception(
     assert calls == call
 
 
-def test_forwards_that_the_caller_replaced_are_put_back(text_model: PreTrainedModel) -> None:
-    """A wrapper on a mixer is not ours to lose."""
+def test_a_wrapped_mixer_is_refused_and_kept(text_model: PreTrainedModel) -> None:
+    """A wrapper on a mixer (offloading hooks are such) would be passed over, and with it what it is for."""
     mixer = text_model.model.layers[1].linear_attn
     original = mixer.forward
 
@@ -151,10 +151,39 @@ def test_forwards_that_the_caller_replaced_are_put_back(text_model: PreTrainedMo
 
     mixer.forward = wrapper
     try:
-        treewy.generate(text_model, torch.tensor([[1, 2]]), max_new_tokens=4, ignore_eos=True)
+        with pytest.raises(UnsupportedError, match=r"layer 1 .*wrapper"):
+            treewy.generate(text_model, torch.tensor([[1, 2]]), max_new_tokens=4, ignore_eos=True)
         assert mixer.forward is wrapper
     finally:
         del mixer.forward
+    assert treewy.generate(text_model, torch.tensor([[1, 2]]), max_new_tokens=4, ignore_eos=True).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("repetition_penalty", 1.5), ("min_new_tokens", 3), ("suppress_tokens", [5]), ("num_beams", 2)],
+)
+def test_penalties_of_the_generation_config_are_refused(
+    text_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, option: str, value: object
+) -> None:
+    """Fault H17: penalties silently ignored with drafting."""
+    monkeypatch.setattr(text_model.generation_config, option, value)
+    with pytest.raises(UnsupportedError, match=option):
+        treewy.generate(text_model, torch.tensor([[1, 2]]), max_new_tokens=4)
+
+
+def test_inference_mode_of_the_caller_does_not_matter(text_model: PreTrainedModel, text_checkpoint: Path) -> None:
+    prompt, params = [9, 3, 44], treewy.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with torch.inference_mode():
+        inside = build_engine(text_model, draft="mtp", folder=text_checkpoint, shape=TREE)
+    outside = build_engine(text_model, draft="mtp", folder=text_checkpoint, shape=TREE)
+    runs = []
+    for engine in (inside, outside):
+        runs.append(engine.generate([prompt], params)[0].token_ids)
+        with torch.inference_mode():
+            runs.append(engine.generate([prompt], params)[0].token_ids)
+        runs.append(engine.generate([prompt], params)[0].token_ids)
+    assert all(run == runs[0] for run in runs)
 
 
 def test_plain_forwards_between_the_steps_of_a_stream(text_model: PreTrainedModel, text_checkpoint: Path) -> None:

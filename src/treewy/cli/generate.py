@@ -59,18 +59,17 @@ class Generate:
         generation = session.stream() if not self.json else session.run()
         comparison = session.compare(generation) if self.compare else None
         if self.json:
-            print(json.dumps(summary(generation) | ({"compare": comparison} if comparison else {}), ensure_ascii=False))
+            print(json.dumps(summary(generation) | ({"compare": comparison} if comparison else {})))
         else:
             session.print_report(generation, comparison)
 
     def text(self) -> str:
         """Return the prompt: as given, piped, or the demonstration."""
-        if self.prompt is not None:
-            text = self.prompt
-        elif not sys.stdin.isatty() and (piped := sys.stdin.read()):
-            text = piped
-        else:
-            text = DEMO_PROMPT
+        try:
+            text = self.prompt if self.prompt is not None else _piped() or DEMO_PROMPT
+            text.encode()
+        except UnicodeError as error:
+            raise RequestError(f"A prompt must be text in UTF-8; it is not: {error}. Check its encoding.") from error
         if not text:
             raise RequestError("A prompt must hold at least one token; the prompt is empty. Give it some text.")
         return text
@@ -84,6 +83,10 @@ class Generate:
             )
         if self.draft == "none" and (self.tree is not None or self.chain is not None):
             raise RequestError("A draft shape needs a drafter; got draft none with a shape. Drop one of them.")
+
+
+def _piped() -> str:
+    return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
 
 
 def summary(generation: "Generation") -> dict[str, Any]:

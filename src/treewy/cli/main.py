@@ -20,24 +20,40 @@ DESCRIPTION = "Lossless tree speculative decoding for hybrid LLMs."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 1 (failed) or 2 (usage)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        _report("Results go to standard output; it is closed. Open it, or redirect it to a file.")
+        return FAILED
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character shows a stand-in; JSON is plain ASCII anyway.
+        sys.stdout.reconfigure(errors="replace")
     try:
-        command = _parse(arguments)
-        command.run()
+        _parse(list(sys.argv[1:] if argv is None else argv)).run()
+        sys.stdout.flush()
     except SystemExit as stop:  # --help, or a usage error that has been reported
         return int(stop.code or 0)
-    except (TreeWYError, ValueError) as error:
-        _report(error)
-        # A bad request is the caller's to mend; anything else failed here.
-        return USAGE if isinstance(error, ValueError) else FAILED
-    except BrokenPipeError:
-        # The reader of stdout went away: nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except KeyboardInterrupt:
-        _report("interrupted.")
-        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        return _failed(error)
     return OK
+
+
+def _failed(error: Exception | KeyboardInterrupt) -> int:
+    """Report an error in one line and return its exit code; what nobody foresaw keeps its traceback."""
+    match error:
+        case KeyboardInterrupt():
+            _report("interrupted.")
+        case BrokenPipeError():
+            # The reader of stdout went away: nobody is left to tell.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        case ValueError():  # a bad request is the caller's to mend
+            _report(error)
+            return USAGE
+        case TreeWYError():
+            _report(error)
+        case OSError() | MemoryError():
+            _report(f"{type(error).__name__}: {error or 'no details'}")
+        case _:
+            raise error
+    return FAILED
 
 
 def _parse(arguments: list[str]) -> Generate | Doctor:

@@ -17,6 +17,7 @@ from treewy.cli.generate import Generate, summary
 from treewy.draft import parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
+from treewy.engine.request import check_finite
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
@@ -74,22 +75,31 @@ class Session:
                 try:
                     progress.advance(task, len(next(events).token_ids))
                 except StopIteration as stop:
-                    return stop.value[0]
+                    return _finite(stop.value[0])
 
     def stream(self) -> Generation:
         """Decode to stdout as tokens come, coloured by where they came from on a terminal."""
         self.engine.generate([self.prompt], WARM_UP)
         console = Console()
-        console.out(self.tokenizer.decode(self.prompt), style="dim", end="")
+
+        def show(text: str, style: str) -> None:
+            # Rich is for terminals: elsewhere the text goes out as it is, tabs and all.
+            if console.is_terminal:
+                console.out(text, style=style, highlight=False, end="")
+            else:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+        show(self.tokenizer.decode(self.prompt), "dim")
         events = self.engine.stream([self.prompt], self.params)
         while True:
             try:
                 event = next(events)
             except StopIteration as stop:
-                console.out()
-                return stop.value[0]
+                show("\n", "")
+                return _finite(stop.value[0])
             for piece, kind in zip(event.pieces, event.kinds, strict=True):
-                console.out(piece, style=STYLES[kind], end="")
+                show(piece, STYLES[kind])
 
     def compare(self, generation: Generation) -> dict[str, Any]:
         """Decode again without drafts, with store_all and with stock transformers; return the figures side by side."""
@@ -139,6 +149,11 @@ class Session:
         )
 
 
+def _finite(generation: Generation) -> Generation:
+    check_finite(generation)
+    return generation
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device meant by `--device`.
 
@@ -149,8 +164,10 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise RequestError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}. Choose one of them.") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise RequestError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}. Choose one of them.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise RequestError(
             f"A CUDA device must be there to be used; got {name!r} and {torch.cuda.device_count()} devices. Use cpu."

@@ -67,6 +67,7 @@ class MTPDrafter(Drafter):
         poison: See `CachePool`.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, head: MTPHead, num_slots: int, *, max_len: int = 1 << 20, poison: bool = False) -> None:
         self.head = head
         self.cache = CachePool(
@@ -88,8 +89,9 @@ class MTPDrafter(Drafter):
     def free(self, slot: int) -> None:
         """See `Drafter.free`."""
         if slot in self._slot_of:
-            self.cache.free(self._slot_of.pop(slot))
             self._root_hidden.pop(slot, None)
+            self.cache.free(self._slot_of[slot])
+            del self._slot_of[slot]
 
     def observe(self, committed: Sequence[Committed]) -> None:
         """Run the committed rows through the head once, with the target's hidden states."""

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from treewy.errors import RequestError, TreeError
-from treewy.tree import DraftTree
+from treewy.tree import MAX_ROWS, DraftTree
 
 
 def parse_shape(*, tree: str | None = None, chain: int | None = None) -> DraftTree:
@@ -16,14 +16,17 @@ def parse_shape(*, tree: str | None = None, chain: int | None = None) -> DraftTr
         raise RequestError(f"Only one of tree and chain can be given; got tree {tree!r} and chain {chain}. Drop one.")
     if tree is None:
         drafts = 3 if chain is None else chain
-        if drafts < 0:
-            raise RequestError(f"A chain must have at least 0 drafts; got {drafts}. Use 0 to decode without drafts.")
+        if not 0 <= drafts < MAX_ROWS:
+            raise RequestError(
+                f"A chain must have 0 to {MAX_ROWS - 1} drafts; got {drafts}. Use 0 to decode without drafts."
+            )
         return DraftTree.chain(drafts)
     try:
         return DraftTree.from_widths([int(width) for width in tree.split(",")])
     except (ValueError, TreeError) as error:
         raise RequestError(
-            f"A tree must be positive widths per level, as in 3,3,3; got {tree!r}. Give one integer per level."
+            f"A tree must be positive widths per level, as in 3,3,3, and at most {MAX_ROWS} rows in all; got {tree!r}. "
+            "Give one integer per level."
         ) from error
 
 

@@ -1,6 +1,10 @@
 """Engine: requests in, tokens out."""
 
 from collections.abc import Iterator, Sequence
+from operator import index
+from time import perf_counter
+
+import torch
 
 from treewy.cache import CachePool, get_policy
 from treewy.draft import Drafter
@@ -10,7 +14,7 @@ from treewy.engine.step import Machine, prefill, speculate
 from treewy.engine.stream import Detokenizer, StreamEvent, Tokenizer
 from treewy.errors import CapacityError, RequestError
 from treewy.model import Target
-from treewy.tree import DraftTree
+from treewy.tree import MAX_ROWS, DraftTree, topology
 
 Prompt = str | Sequence[int]
 
@@ -30,6 +34,8 @@ class Engine:
         poison: Fill free memory with NaN (see `CachePool`).
     """
 
+    # Memory made in inference mode could not be written outside it: an engine works in and out of the caller's.
+    @torch.inference_mode(False)
     def __init__(
         self,
         target: Target,
@@ -44,8 +50,8 @@ class Engine:
         poison: bool = False,
     ) -> None:
         self.target, self.drafter, self.shape, self.tokenizer = target, drafter, shape, tokenizer
-        if prefill_chunk < 1:
-            raise RequestError(f"prefill_chunk must be at least 1; got {prefill_chunk}. 64 is a good default.")
+        if not 1 <= prefill_chunk <= MAX_ROWS:
+            raise RequestError(f"prefill_chunk must lie in 1..{MAX_ROWS}; got {prefill_chunk}. 64 is a good default.")
         self.cache = CachePool(
             target.layer_specs(),
             max_num_seqs,
@@ -93,6 +99,8 @@ class Engine:
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         scheduler = Scheduler(self.cache, self.drafter)
         for request in requests:
+            # Not at the call: a stream may be opened long before it is read.
+            request.stats.started = perf_counter()
             scheduler.add(request)
         try:
             while not scheduler.is_idle:
@@ -102,6 +110,8 @@ class Engine:
             for request in requests:
                 scheduler.release(request)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _step(self, scheduler: Scheduler) -> list[StreamEvent]:
         scheduler.admit()
         if not scheduler.running:
@@ -129,7 +139,7 @@ class Engine:
         return [self._request(place, prompt, p) for place, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
 
     def _request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
-        ids = self._encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self._encode(prompt) if isinstance(prompt, str) else _token_ids(prompt, place)
         limit = self.target.max_len
         if not ids:
             raise RequestError(f"A prompt must hold at least one token; prompt {place} is empty. Give it some text.")
@@ -144,13 +154,20 @@ class Engine:
                 f"Token ids must lie in 0..{self.target.vocab_size - 1}; prompt {place} holds {bad}. "
                 "Use the model's own tokenizer."
             )
+        shape = (params.shape or self.shape).breadth_first()
+        widest = max(map(len, topology(shape.parents).children))
+        if widest > self.target.vocab_size:
+            raise RequestError(
+                f"A row can have at most as many children as there are tokens, {self.target.vocab_size}; the shape of prompt "
+                f"{place} has {widest}. Draft a narrower tree."
+            )
         if params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; this engine has none. Pass tokenizer=, or drop stop.")
         return Request(
             id=place,
             prompt=ids,
             params=params,
-            shape=(params.shape or self.shape).breadth_first(),
+            shape=shape,
             max_new_tokens=min(params.max_new_tokens, limit - len(ids)),
             detokenizer=Detokenizer(self.tokenizer, params.stop),
         )
@@ -159,6 +176,17 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("A text prompt needs a tokenizer; this engine has none. Pass token ids, or tokenizer=.")
         return list(self.tokenizer.encode(text))
+
+
+def _token_ids(prompt: Sequence[int], place: int) -> list[int]:
+    try:
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError("a bool is no token id")
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise RequestError(
+            f"A prompt must be a text or a list of token ids; prompt {place} is {prompt!r:.60}. Wrap a single prompt in a list."
+        ) from error
 
 
 def _release_finished(scheduler: Scheduler) -> None:

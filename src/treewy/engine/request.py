@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from treewy.engine.stream import Detokenizer, TokenKind
-from treewy.errors import RequestError, UnsupportedError
+from treewy.errors import RequestError, TreeWYError, UnsupportedError
 from treewy.tree import DraftTree
 
 
@@ -34,15 +33,17 @@ class SamplingParams:
     record_gaps: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}. Ask for a token.")
+        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise RequestError(
+                f"max_new_tokens must be an integer of at least 1; got {self.max_new_tokens!r}. Ask for a token."
+            )
         if not self.temperature >= 0:
             raise RequestError(f"temperature must be at least 0; got {self.temperature}. Use 0 for greedy decoding.")
         if self.temperature > 0:
             raise UnsupportedError(
                 f"Only greedy decoding is supported so far; got temperature {self.temperature}. Use temperature 0."
             )
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
+        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(
                 f"stop must be a list of non-empty strings; got {self.stop!r}. Wrap a single string in a list."
             )
@@ -64,7 +65,7 @@ class Stats:
     state_bytes: int = 0
     conv_bytes: int = 0
     kv_bytes: int = 0
-    started: float = field(default_factory=perf_counter)
+    started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
 
@@ -113,7 +114,7 @@ class Generation:
     Attributes:
         text: Generated text, or "" without a tokenizer.
         token_ids: Generated tokens, the end-of-text token included if it was generated.
-        finish_reason: "eos", "stop" or "length".
+        finish_reason: "eos", "stop" or "length"; "error" if the target's logits were not finite, after the tokens so far.
         num_verify_steps: Decoding forwards of the target, prefill apart.
         num_drafted: Draft tokens verified.
         accept_hist: Steps by the number of tokens they delivered.
@@ -171,3 +172,16 @@ def finished(request: Request) -> Generation:
         conv_bytes=s.conv_bytes,
         kv_bytes=s.kv_bytes,
     )
+
+
+def check_finite(generation: Generation) -> None:
+    """Raise if a generation ended because the target's logits were not finite.
+
+    Raises:
+        TreeWYError: says after how many tokens.
+    """
+    if generation.finish_reason == "error":
+        raise TreeWYError(
+            f"The target's logits must be finite; they were not after {len(generation.token_ids)} new tokens. "
+            "Check the checkpoint, or use float32."
+        )

@@ -47,6 +47,8 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         if request.slot is not None:
-            self.drafter.free(request.slot)
-            self.cache.free(request.slot)
-            request.slot = None
+            slot, request.slot = request.slot, None
+            try:
+                self.drafter.free(slot)
+            finally:
+                self.cache.free(slot)

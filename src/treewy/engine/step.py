@@ -20,6 +20,8 @@ from treewy.shapes import Tensor
 from treewy.tree import DraftTree
 
 PREFILL_POLICY = "reconstruct"
+# Stands for a token that could not be chosen: no id, so it never matches a draft.
+NOT_FINITE = -1
 
 
 class Machine(NamedTuple):
@@ -38,20 +40,21 @@ def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent
     """
     target, drafter, cache, _ = machine
     trees = drafter.propose([_root(request) for request in requests])
+    tokens = _drafted(trees, requests, machine)
     packed = pack(trees, device=target.device)
-    tokens = _drafted(trees, machine)
     verified = target.verify(Batch(packed, _ids(tokens, target), _slots(requests)), cache)
-    choices = verified.logits.argmax(dim=-1).tolist()
+    choices = _choices(verified.logits)
 
     starts = packed.starts
-    accepted = [walk_choices(tree, choices[starts[i] : starts[i + 1]]) for i, tree in enumerate(trees)]
     events, paths = [], []
     for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-        kinds = _kinds(accepted[i], tree)
-        event = deliver(request, accepted[i].tokens, kinds, machine.eos_ids)
-        cut = accepted[i].cut(len(event.token_ids))
-        request.stats.count_step(tree, cut.path, len(cut.tokens), was_cut=cut is not accepted[i])
-        _record_gaps(request, verified.logits, [starts[i] + row for row in cut.path])
+        accepted = walk_choices(tree, choices[starts[i] : starts[i + 1]])
+        sound = accepted.cut(len(accepted.tokens) - (accepted.tokens[-1] == NOT_FINITE))
+        event = deliver(request, sound.tokens, _kinds(accepted, tree), machine.eos_ids)
+        cut = sound.cut(len(event.token_ids))
+        if cut.tokens:
+            request.stats.count_step(tree, cut.path, len(cut.tokens), was_cut=cut is not accepted)
+            _record_gaps(request, verified.logits, [starts[i] + row for row in cut.path])
         events.append(event)
         paths.append(cut.path)
     _measure(requests, packed, verified.pending, cache)
@@ -76,15 +79,16 @@ def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[S
     cache.commit(verified.pending, paths)
 
     events, following = [], []
-    choices = verified.logits.argmax(dim=-1).tolist()
+    choices = _choices(verified.logits)
     for place, (request, part) in enumerate(zip(requests, parts, strict=True)):
         request.prefilled += len(part)
         if request.prefilled < len(request.prompt):
             following.append(request.prompt[request.prefilled])
             continue
-        following.append(choices[place])
-        events.append(deliver(request, [choices[place]], [TokenKind.PREFILL], machine.eos_ids))
-        _record_gaps(request, verified.logits, [place])
+        first = [choices[place]] if choices[place] != NOT_FINITE else []
+        following.append(choices[place] if first else part[-1])
+        events.append(deliver(request, first, [TokenKind.PREFILL], machine.eos_ids))
+        _record_gaps(request, verified.logits, [place] if first else [])
         _keep_peak(request, cache.slot_bytes(_slot(request)))
     hidden = verified.hidden
     rows = zip(requests, parts, following, packed.starts, strict=False)
@@ -97,7 +101,14 @@ def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[S
 def deliver(
     request: Request, tokens: Sequence[int], kinds: Sequence[TokenKind], eos_ids: frozenset[int]
 ) -> StreamEvent:
-    """Append tokens to a request up to wherever it ends: end of text, a stop string, or its limit."""
+    """Append tokens to a request up to wherever it ends: end of text, a stop string, or its limit.
+
+    No token at all means that the target's logits were not finite: the request ends in error, with what it has.
+    """
+    if not tokens:
+        request.finish_reason = "error"
+        request.detokenizer.flush()
+        return StreamEvent(request.id, [], [], [], request.finish_reason)
     pieces: list[str] = []
     for token in tokens:
         request.output.append(token)
@@ -126,12 +137,28 @@ def _root(request: Request) -> Root:
     return Root(_slot(request), request.output[-1], cut_to_depth(request.shape, request.num_left - 1))
 
 
-def _drafted(trees: Sequence[DraftTree], machine: Machine) -> list[int]:
-    """Return the tokens of all rows. An id outside the vocabulary would be read past the end of the embedding."""
-    tokens = [token for tree in trees for token in tree.tokens or ()]
-    if max(tokens) >= machine.target.vocab_size:
+def _choices(logits: Tensor) -> list[int]:
+    """Return the most likely token after each row, `NOT_FINITE` where the logits say nothing."""
+    chosen = logits.argmax(dim=-1)
+    finite = logits.gather(-1, chosen[:, None]).squeeze(-1).isfinite()
+    return torch.where(finite, chosen, NOT_FINITE).tolist()
+
+
+def _drafted(trees: Sequence[DraftTree], requests: Sequence[Request], machine: Machine) -> list[int]:
+    """Return the tokens of all rows, checked: a wrong root would be a wrong text, not just a wrong draft."""
+    drafter, vocab_size = type(machine.drafter).__name__, machine.target.vocab_size
+    roots = [tree.tokens[0] if tree.tokens else None for tree in trees]
+    wanted = [request.output[-1] for request in requests]
+    if roots != wanted:
         raise TreeError(
-            f"Drafts must lie in 0..{machine.target.vocab_size - 1}; {type(machine.drafter).__name__} drafted {max(tokens)}. "
+            f"A drafter must return one tree per root, in order, root token first; {drafter} was given roots {wanted} and "
+            f"returned {roots}. Mend the drafter."
+        )
+    tokens = [token for tree in trees for token in tree.tokens or ()]
+    # An id outside the vocabulary would be read past the end of the embedding.
+    if max(tokens) >= vocab_size:
+        raise TreeError(
+            f"Drafts must lie in 0..{vocab_size - 1}; {drafter} drafted {max(tokens)}. "
             "Use a drafter with the target's vocabulary."
         )
     return tokens
@@ -149,13 +176,15 @@ def _committed(
 ) -> list[Committed]:
     committed = []
     for request, start, path in zip(requests, packed.starts, paths, strict=False):
+        if not path:
+            continue
         rows = torch.tensor(list(path), device=verified.hidden.device) + start
         committed.append(Committed(_slot(request), verified.hidden[rows], request.output[-len(path) :]))
     return committed
 
 
 def _record_gaps(request: Request, logits: Tensor, rows: list[int]) -> None:
-    if request.params.record_gaps:
+    if request.params.record_gaps and rows:
         top = logits[rows].double().topk(2, dim=-1).values
         request.stats.gaps += (top[:, 0] - top[:, 1]).tolist()
 

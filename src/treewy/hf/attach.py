@@ -5,7 +5,7 @@ attention function, through transformers' own registry. The step travels as a ke
 so nothing is global and nothing outlives the call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from treewy.draft.mtp import Attends
-from treewy.errors import RequestError
+from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.mixers import gated_delta_net
 from treewy.shapes import Tensor
 
@@ -62,19 +62,25 @@ def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
         config: The config object their attention modules read.
     """
     mixers: list[Any] = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
-    before: list[tuple[Any, Callable | None]] = []
     with _TURN:
+        _refuse_wrapped(mixers)
         implementation = config._attn_implementation_internal
         try:
             config._attn_implementation_internal = ATTENTION_NAME
             for mixer in mixers:
-                before.append((mixer, mixer.__dict__.get("forward")))
                 mixer.forward = partial(gated_delta_net, mixer)
             yield
         finally:
             config._attn_implementation_internal = implementation
-            for mixer, forward in before:
-                if forward is None:
-                    del mixer.__dict__["forward"]
-                else:
-                    mixer.forward = forward
+            for mixer in mixers:
+                mixer.__dict__.pop("forward", None)
+
+
+def _refuse_wrapped(mixers: list[Any]) -> None:
+    """A wrapper on a mixer's forward (offloading does this) would be passed over, and with it what it is for."""
+    wrapped = [mixer for mixer in mixers if "forward" in mixer.__dict__]
+    if wrapped:
+        raise UnsupportedError(
+            f"A mixer's forward must be its class's own; layer {wrapped[0].layer_idx} has one of its own "
+            f"({wrapped[0].__dict__['forward']!r:.80}). Load the model without offloading or wrappers."
+        )

@@ -1,6 +1,7 @@
 """Reading a checkpoint folder: resolved, checked whole, and every foreign error mapped here."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from treewy.hf.mtp import MARKER, PREFIX
 from treewy.shapes import Tensor
 
 SHIPPED = Path(__file__).parent.parent / "assets" / "checkpoint"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -26,7 +27,9 @@ def resolve(model: str | Path | None) -> Path:
     """
     if model is None:
         return SHIPPED
-    folder = Path(model).expanduser()
+    folder = Path(model)
+    with suppress(RuntimeError):  # ~nobody: no such home, so no such folder
+        folder = folder.expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1:
@@ -48,9 +51,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise RequestError(
             f"A checkpoint must hold its tokenizer; {folder} has none of {', '.join(TOKENIZERS)}. Download it again."
         )
+    _read_json(folder, CONFIG)
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(folder))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise _unreadable(folder, "tokenizer", error) from error
 
 
@@ -64,15 +68,23 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> 
     shards(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         model, info = loaded
-    except (OSError, SafetensorError, json.JSONDecodeError, RuntimeError) as error:
-        raise _unreadable(folder, "model", error) from error
     except (ValueError, KeyError) as error:
         raise UnsupportedError(
             f"The checkpoint must be of a type transformers can load as a causal model; {folder} is not: "
             f"{_first_line(error)} Upgrade transformers or use another checkpoint."
         ) from error
+    except Exception as error:
+        raise _unreadable(folder, "model", error) from error
+    if info["mismatched_keys"]:
+        name, given, expected = sorted(info["mismatched_keys"])[0]
+        raise RequestError(
+            f"A checkpoint's weights must fit its config; {name} of {folder} is {tuple(given)} and should be {tuple(expected)}."
+            " Use the config the weights were saved with."
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise RequestError(
@@ -98,16 +110,8 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         RequestError: one is missing or truncated, or the folder holds none.
     """
-    if not (folder / "config.json").is_file():
-        raise RequestError(f"A checkpoint folder must hold config.json; {folder} does not. Point at the folder itself.")
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError) as error:
-            raise _unreadable(folder, INDEX, error) from error
-    else:
-        names = [SINGLE]
-    for name in names:
+    _read_json(folder, CONFIG)
+    for name in _shard_names(folder):
         if not (folder / name).is_file():
             raise RequestError(
                 f"A checkpoint must hold its weight files; {folder / name} is missing. Download it again."
@@ -117,7 +121,33 @@ def shards(folder: Path) -> list[Path]:
                 shard.keys()
         except (SafetensorError, OSError) as error:
             raise _unreadable(folder, name, error) from error
-    return [folder / name for name in names]
+    return [folder / name for name in _shard_names(folder)]
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    weight_map = _read_json(folder, INDEX).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise RequestError(
+            f"A weight index must map names to files under weight_map; {folder / INDEX} does not. Download it again."
+        )
+    return sorted(set(names))
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / name).is_file():
+        raise RequestError(f"A checkpoint folder must hold {name}; {folder} does not. Point at the folder itself.")
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, name, error) from error
+    if not isinstance(content, dict):
+        raise RequestError(
+            f"{name} must hold a JSON object; that of {folder} holds a {type(content).__name__}. Download it again."
+        )
+    return content
 
 
 def _snapshot(hub_id: str) -> Path:

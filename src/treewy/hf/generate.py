@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from treewy.engine import SamplingParams
-from treewy.errors import RequestError, ShapeError
+from treewy.engine.request import check_finite
+from treewy.errors import RequestError, ShapeError, UnsupportedError
 from treewy.hf.checkpoint import resolve
 from treewy.hf.load import build_engine, eos_ids
 from treewy.shapes import Int, Tensor
@@ -28,7 +29,8 @@ def generate(
     """Decode greedily with drafts, as `model.generate` does without: same tokens, same output layout.
 
     The model is borrowed: its weights, forwards and attention implementation are as they were, also after an
-    exception.
+    exception. Calls from several threads take turns; a plain forward of the same model in another thread at the same
+    time is not safe. Sampling settings of the model's generation config are not looked at: decoding is greedy.
 
     Args:
         model: A causal language model of a supported type, in eval mode.
@@ -55,6 +57,7 @@ def generate(
         )
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ShapeError("Padding must be on the left; attention_mask has zeros after ones. Set padding_side='left'.")
+    _refuse_penalties(model)
     engine = build_engine(
         model,
         draft=draft,
@@ -65,8 +68,40 @@ def generate(
     )
     prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
-    new = [generation.token_ids for generation in engine.generate(prompts, params)]
+    generations = engine.generate(prompts, params)
+    for generation in generations:
+        check_finite(generation)
+    new = [generation.token_ids for generation in generations]
     return torch.cat([input_ids, _padded(new, _pad_id(model)).to(input_ids)], dim=1)
+
+
+# What a generation config may ask of `model.generate` that changes greedy tokens and is not supported here.
+_UNSUPPORTED = (
+    "no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "min_length",
+    "min_new_tokens",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "guidance_scale",
+)
+
+
+def _refuse_penalties(model: PreTrainedModel) -> None:
+    config = model.generation_config
+    asked = [name for name in _UNSUPPORTED if getattr(config, name, None) not in (None, 0, 1.0)]
+    asked += ["repetition_penalty"] if (getattr(config, "repetition_penalty", None) or 1.0) != 1.0 else []
+    asked += ["num_beams"] if (getattr(config, "num_beams", None) or 1) > 1 else []
+    if asked:
+        raise UnsupportedError(
+            f"Greedy decoding takes no penalties or constraints so far; the model's generation config sets {asked[0]}="
+            f"{getattr(config, asked[0])!r}. Unset it, or use model.generate."
+        )
 
 
 def _head_folder(model: PreTrainedModel, checkpoint: str | Path | None) -> Path:

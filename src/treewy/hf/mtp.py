@@ -87,7 +87,8 @@ class _Module(nn.Module):
 
 
 def _num_layers(weights: Mapping[str, Tensor]) -> int:
-    indices = {int(name.split(".")[2]) for name in weights if name.startswith("mtp.layers.")}
+    parts = [name.split(".")[2] for name in weights if name.startswith("mtp.layers.")]
+    indices = {int(part) for part in parts if part.isdecimal()}
     if MARKER not in weights or not indices:
         raise RequestError(
             f"A multi-token-prediction head must hold {MARKER} and mtp.layers.*; got {len(weights)} mtp tensors. "

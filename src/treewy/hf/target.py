@@ -81,7 +81,12 @@ def text_model(model: PreTrainedModel) -> Any:
 def state_dtype(config: object) -> torch.dtype:
     """Return the dtype the checkpoint asks for its recurrent states; float32 unless it says otherwise."""
     name = getattr(config, "mamba_ssm_dtype", None) or "float32"
-    return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise UnsupportedError(
+            f"Recurrent states must be float32 or bfloat16; the config's mamba_ssm_dtype is {name!r}. Mend the config."
+        )
+    return dtype
 
 
 def _layer_spec(layer: Any) -> LayerSpec:

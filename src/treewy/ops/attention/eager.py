@@ -71,7 +71,13 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bits: Tensor | None)
     if bits is not None:
         scores = scores.masked_fill(~bits, -torch.inf)
     weight = torch.logsumexp(scores, dim=-1, keepdim=True)
-    return (scores - weight).exp() @ v, weight
+    shares = (scores - weight).exp()
+    if bits is None or bool(v.isfinite().all()):
+        return shares @ v, weight
+    # 0 * NaN is NaN: a value that is not finite leaves the product, and comes back to the rows that see it.
+    bad = ~v.isfinite().all(-1)
+    sees_bad = (bits & bad[..., None, :]).any(-1, keepdim=True)
+    return torch.where(sees_bad, torch.nan, shares @ torch.where(bad[..., None], 0.0, v)), weight
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

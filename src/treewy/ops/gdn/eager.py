@@ -50,13 +50,33 @@ def verify(
 
     couplings = beta * ratios * (x.k.double() @ keys_t)
     couplings = torch.where(tree.strict_ancestors[:, None, None], couplings, couplings.new_zeros(()))
-    u = solve(couplings, beta * (x.v - carried * (x.k @ state_t)), tree)
-    o = carried * (x.q @ state_t) + (ratios * (x.q.double() @ keys_t)) @ u
+    residual = beta * (x.v - carried * (x.k @ state_t))
+    scores = ratios * (x.q.double() @ keys_t)
+    tainted = _tainted(couplings, residual, tree)
+    if tainted is not None:
+        clear = ~(tainted | tainted.transpose(-1, -2))
+        couplings, scores = (torch.where(clear, y, 0.0) for y in (couplings, scores))
+        residual = torch.where(tainted, 0.0, residual)
+    u = solve(couplings, residual, tree)
+    o = carried * (x.q @ state_t) + scores @ u
+    if tainted is not None:
+        u, o = (torch.where(tainted, torch.nan, y) for y in (u, o))
 
     high = x.log_decay.to(dtype)
     low = (x.log_decay - high.double()).to(dtype)
     record = Record(_packed(u.to(dtype), tree), k.to(dtype), _packed(high, tree), _packed(low, tree))
     return Verified(_masked(_packed(o, tree), live_rows(slots, tree)).to(out_dtype), record)
+
+
+def _tainted(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Bool[Tensor, "B H J T 1"] | None:
+    """Return the rows that are not finite and their descendants; None if every row is.
+
+    0 * NaN is NaN: such rows must leave every product, or one bad draft would spoil its siblings and its root.
+    """
+    bad = ~(residual.isfinite().all(-1) & couplings.isfinite().all(-1))
+    if not bool(bad.any()):
+        return None
+    return (tree.ancestors[:, None, None] & bad[..., None, :]).any(-1, keepdim=True)
 
 
 def decay_ratios(log_decay: Float[Tensor, "B H J T"], ancestors: Bool[Tensor, "B 1 1 T T"]) -> Tensor:
@@ -160,7 +180,7 @@ def _dense(
         return dense.permute(0, 2, 3, 1, 4) if dense.ndim == 5 else dense.permute(0, 2, 3, 1)
 
     per_row = heads_first(g).double()
-    log_decay = (tree.ancestors[:, None, None].double() @ per_row[..., None]).squeeze(-1)
+    log_decay = torch.where(tree.ancestors[:, None, None], per_row[..., None, :], 0.0).sum(-1)
     committed = gather_slots(state, slots).to(dtype).unflatten(1, (num_heads, -1))
     return _Dense(heads_first(q), heads_first(k), heads_first(v), log_decay, heads_first(beta), committed)
 
