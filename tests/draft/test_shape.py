@@ -19,8 +19,8 @@ def test_shapes() -> None:
     ("options", "message"),
     [
         ({"tree": "3", "chain": 3}, "Only one of tree and chain"),
-        ({"chain": -1}, "at least 0 drafts; got -1"),
-        ({"tree": ""}, "as in 3,3,3; got ''"),
+        ({"chain": -1}, "0 to 4095 drafts; got -1"),
+        ({"tree": ""}, "as in 3,3,3, and at most 4096 rows in all; got ''"),
         ({"tree": "3,,3"}, "as in 3,3,3"),
         ({"tree": "3,0"}, "as in 3,3,3"),
         ({"tree": "3;3"}, "as in 3,3,3"),

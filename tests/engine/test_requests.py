@@ -70,7 +70,7 @@ def test_bad_params(options: dict, error: type[TreeWYError], message: str) -> No
     ("options", "error", "message"),
     [
         ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct; got 'replay'"),
-        ({"prefill_chunk": 0}, RequestError, "prefill_chunk must be at least 1"),
+        ({"prefill_chunk": 0}, RequestError, r"prefill_chunk must lie in 1\.\.4096"),
         ({"max_num_seqs": 0}, CapacityError, "at least one slot"),
     ],
 )
