@@ -36,8 +36,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=None, help="only so many prompts, evenly spaced")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads; a model this small gains nothing from more"
+    )
     parser.add_argument("--name", default="heldout", help="file under benchmarks/results")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
 
     folder = resolve(options.model)
     model = load_model(folder, resolve_dtype(options.dtype, torch.device(options.device)), options.device)
