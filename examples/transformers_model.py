@@ -4,10 +4,12 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import treewy
 from treewy.hf.checkpoint import resolve
 
+logging.set_verbosity_error()  # stock decoding notes that it has no fused kernels here
 folder = resolve(sys.argv[1] if len(sys.argv) > 1 else None)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder)

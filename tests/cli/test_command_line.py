@@ -71,6 +71,9 @@ def test_compare_holds_the_variants_side_by_side(
     assert compare["store_all"]["token_ids"] == result["token_ids"]
     assert compare["transformers"]["first_diff"] is None
     assert compare["none"].keys() >= KEYS
+    assert compare["reconstruct"]["token_ids"] == result["token_ids"]
+    assert compare["reconstruct"]["state_bytes"] < compare["store_all"]["state_bytes"]
+    assert compare[commit]["state_bytes"] == result["state_bytes"]
 
 
 def test_store_all_holds_a_state_per_row_and_reconstruct_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,3 +320,37 @@ def test_a_full_disk_is_one_line_and_a_failure() -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr
+
+
+def test_the_table_names_every_variant_once_and_its_title_is_about_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treewy.hf.stock import Stock
+
+    arguments = ["generate", PROMPT, "--dtype", "float32", "--max-new-tokens", "8", "--compare"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "same tokens" in shown
+    for name in ("mtp, reconstruct", "mtp, store_all", "no drafts", "transformers"):
+        assert shown.count(name) == 1
+    monkeypatch.setattr("treewy.cli.session.stock_generate", lambda *_: Stock([1, 2, 3], 1.0))
+    assert main(arguments) == 0
+    assert "tokens differ" in capsys.readouterr().out
+
+
+def test_version_and_module_entry() -> None:
+    done = subprocess.run([sys.executable, "-m", "treewy", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("treewy ")
+
+
+def test_a_small_model_runs_on_one_thread_unless_told_otherwise() -> None:
+    code = (
+        "import sys, torch; from treewy.cli.main import main;"
+        "main(['generate', 'a b', '--max-new-tokens', '2']); print(torch.get_num_threads(), file=sys.stderr)"
+    )
+    for chosen, threads in ((None, "1"), ("2", "2")):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment |= {"OMP_NUM_THREADS": chosen} if chosen else {}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stderr.splitlines()[-1] == threads

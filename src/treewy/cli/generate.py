@@ -20,33 +20,34 @@ class Generate:
     """Decode a prompt with a draft tree per step; same tokens as without, fewer steps."""
 
     prompt: Annotated[Positional[str | None], arg(metavar="PROMPT")] = None
-    """Text to continue. Default: standard input if it is piped, else a short demonstration."""
+    """Text to continue, in quotes. Left out: standard input if it is piped (less one final newline), else a short
+    demonstration."""
     model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
-    """Checkpoint folder or hub id. Default: the small trained checkpoint that ships with treewy."""
+    """Checkpoint folder or hub id. Left out: the small trained checkpoint that ships with treewy."""
     draft: Literal["mtp", "none"] = "mtp"
-    """Who drafts."""
+    """Who drafts. mtp: the checkpoint's own head; none: nobody, plain decoding."""
     tree: Annotated[str | None, arg(metavar="WIDTHS")] = None
     """Draft tree by children per level, as in 3,3,3."""
     chain: Annotated[int | None, arg(metavar="INT")] = None
-    """Draft chain of this many tokens. Default: 3."""
+    """Draft chain of this many tokens. Left out: 3, unless there is a tree."""
     commit: Literal["store_all", "reconstruct"] = "reconstruct"
-    """When recurrent states are written."""
+    """store_all keeps a state per draft until one is accepted (the baseline); reconstruct rebuilds the accepted one."""
     max_new_tokens: int = 64
     """Most tokens to generate."""
     temperature: float = 0.0
-    """0 decodes greedily."""
+    """0 decodes greedily; other values are not supported yet."""
     top_p: float = 1.0
-    """Nucleus of the sampled distribution."""
+    """Not supported yet."""
     top_k: int = 0
-    """Most likely tokens sampled from; 0 for all."""
+    """Not supported yet."""
     seed: Annotated[int | None, arg(metavar="INT")] = None
-    """Seed of the request's random streams."""
+    """Not supported yet."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights. auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """cpu, cuda or cuda:N. auto: the GPU if there is one."""
     compare: Annotated[bool, FlagCreatePairsOff] = False
-    """Also decode without drafts, with store_all and with stock transformers, and compare."""
+    """Also decode under the other commit policy, without drafts and with stock transformers, and compare."""
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print one JSON object instead of text."""
 
@@ -66,10 +67,11 @@ class Generate:
     def text(self) -> str:
         """Return the prompt: as given, piped, or the demonstration."""
         try:
-            text = self.prompt if self.prompt is not None else _piped() or DEMO_PROMPT
+            piped = _piped() if self.prompt is None else None
+            text = next(given for given in (self.prompt, piped, DEMO_PROMPT) if given is not None)
             text.encode()
         except UnicodeError as error:
-            raise RequestError(f"A prompt must be text in UTF-8; it is not: {error}. Check its encoding.") from error
+            raise RequestError("A prompt must be text in UTF-8; it holds other bytes. Check its encoding.") from error
         if not text:
             raise RequestError("A prompt must hold at least one token; the prompt is empty. Give it some text.")
         return text
@@ -85,8 +87,10 @@ class Generate:
             raise RequestError("A draft shape needs a drafter; got draft none with a shape. Drop one of them.")
 
 
-def _piped() -> str:
-    return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+def _piped() -> str | None:
+    """Return what is piped in, without the newline that `echo` adds; None if that is nothing."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    return piped.removesuffix("\n") if piped else None
 
 
 def summary(generation: "Generation") -> dict[str, Any]:

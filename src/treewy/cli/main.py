@@ -16,6 +16,7 @@ from treewy.errors import TreeWYError
 OK, FAILED, USAGE = 0, 1, 2
 PROGRAM = "treewy"
 DESCRIPTION = "Lossless tree speculative decoding for hybrid LLMs."
+COMMANDS = {"generate": Generate, "doctor": Doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character shows a stand-in; JSON is plain ASCII anyway.
         sys.stdout.reconfigure(errors="replace")
-    # Read when torch loads. Threads that spin while they wait starve a busy machine: seen 66 against 8 tokens/s.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _parse(list(sys.argv[1:] if argv is None else argv)).run()
         sys.stdout.flush()
@@ -59,11 +58,16 @@ def _failed(error: Exception | KeyboardInterrupt) -> int:
 
 
 def _parse(arguments: list[str]) -> Generate | Doctor:
+    if arguments in (["--version"], ["-V"]):
+        from treewy import __version__
+
+        print(f"{PROGRAM} {__version__}")
+        raise SystemExit(OK)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.extras.subcommand_cli_from_dict(
-                {"generate": Generate, "doctor": Doctor},
+                COMMANDS,
                 prog=PROGRAM,
                 description=DESCRIPTION,
                 args=arguments or ["--help"],
@@ -71,7 +75,8 @@ def _parse(arguments: list[str]) -> Generate | Doctor:
             )
     except SystemExit as stop:
         if stop.code:
-            _report(_one_line(errors.getvalue()))
+            command = next((word for word in arguments[:1] if word in COMMANDS), None)
+            _report(f"{_one_line(errors.getvalue())}. See: {' '.join(filter(None, (PROGRAM, command)))} --help")
         raise
 
 
@@ -84,7 +89,7 @@ def _one_line(box: str) -> str:
         if line.startswith(("Argument helptext", "For full helptext", "Got errors")):
             break
         words.append(line.rstrip(".;"))
-    return f"{' '.join(words)}. See: {PROGRAM} --help"
+    return " ".join(words)
 
 
 def _report(error: object) -> None:

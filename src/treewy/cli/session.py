@@ -1,18 +1,22 @@
 """One run of `treewy generate`: a model in memory, engines over it, and what a person or a script sees."""
 
+import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from treewy.cache import POLICIES
 from treewy.cli.generate import Generate, summary
 from treewy.draft import parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
@@ -55,9 +59,11 @@ class Session:
         text, device = options.text(), resolve_device(options.device)
         dtype = resolve_dtype(None if options.dtype == "auto" else options.dtype, device)
         _quieten_transformers()
-        folder = resolve(options.model)
-        tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype, device)
+        with _status("loading the model"):
+            folder = resolve(options.model)
+            tokenizer = load_tokenizer(folder)
+            model = load_model(folder, dtype, device)
+        _settle_threads(model, device)
         return cls(options, folder, model, tokenizer, shape, params, list(tokenizer.encode(text)))
 
     @cached_property
@@ -67,7 +73,7 @@ class Session:
 
     def run(self) -> Generation:
         """Decode with a progress bar on stderr."""
-        self.engine.generate([self.prompt], WARM_UP)
+        self._warm_up(self.engine)
         with _progress() as progress:
             task = progress.add_task("decoding", total=self.params.max_new_tokens)
             events = self.engine.stream([self.prompt], self.params)
@@ -79,7 +85,7 @@ class Session:
 
     def stream(self) -> Generation:
         """Decode to stdout as tokens come, coloured by where they came from on a terminal."""
-        self.engine.generate([self.prompt], WARM_UP)
+        self._warm_up(self.engine)
         console = Console()
 
         def show(text: str, style: str) -> None:
@@ -102,14 +108,20 @@ class Session:
                 show(piece, STYLES[kind])
 
     def compare(self, generation: Generation) -> dict[str, Any]:
-        """Decode again without drafts, with store_all and with stock transformers; return the figures side by side."""
-        none = self._variant("none", "reconstruct")
-        store_all = self._variant(self.options.draft, "store_all")
-        stock = stock_generate(self.model, self.prompt, self.params.max_new_tokens, eos_ids(self.model))
+        """Decode again without drafts, under the other policy and with stock transformers; return all side by side."""
+        with _status("decoding without drafts"):
+            none = self._variant("none", "reconstruct")
+        by_policy = {self.options.commit: generation}
+        for policy in POLICIES:
+            if policy not in by_policy:
+                with _status(f"decoding with {policy}"):
+                    by_policy[policy] = self._variant(self.options.draft, policy)
+        with _status("decoding with stock transformers"):
+            stock = stock_generate(self.model, self.prompt, self.params.max_new_tokens, eos_ids(self.model))
         difference = _difference(none, generation.token_ids)
         return {
             "none": summary(none),
-            "store_all": summary(store_all) | {"first_diff": _difference(none, store_all.token_ids)},
+            **{name: summary(g) | {"first_diff": _difference(none, g.token_ids)} for name, g in by_policy.items()},
             "transformers": {
                 "token_ids": stock.token_ids,
                 "tokens_per_s": stock.tokens_per_s,
@@ -123,19 +135,26 @@ class Session:
         """Print the figures below the text: a line on stderr, or the comparison as a table on stdout."""
         stderr = Console(stderr=True, highlight=False)
         if stderr.is_terminal and self.options.draft != "none":
-            stderr.print("[green]accepted[/] [yellow]recovered[/] [cyan]bonus[/]")
+            stderr.print(
+                "[green]accepted drafts[/] · [yellow]recovered: no draft fitted[/] · [cyan]bonus: all drafts fitted[/]"
+            )
         stderr.print(
             f"{len(generation.token_ids)} tokens in {generation.num_verify_steps} steps, "
             f"{generation.mean_accept_len:.2f} a step, {generation.tokens_per_s:.1f} tokens/s, "
             f"state {generation.state_bytes / 2**20:.2f} MiB"
         )
         if comparison is not None:
-            Console(highlight=False).print(_table(self.options, summary(generation), comparison))
+            Console(highlight=False).print(_table(self.options, comparison))
 
     def _variant(self, draft: str, commit: str) -> Generation:
         engine = self._engine(draft, commit)
-        engine.generate([self.prompt], WARM_UP)
+        self._warm_up(engine)
         return engine.generate([self.prompt], replace(self.params, record_gaps=True))[0]
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Decode a few tokens untimed: the first step of a process pays for what later ones do not."""
+        with _status("warming up"):
+            engine.generate([self.prompt], WARM_UP)
 
     def _engine(self, draft: str, commit: str) -> Engine:
         return build_engine(
@@ -182,32 +201,60 @@ def _difference(none: Generation, token_ids: list[int]) -> dict[str, Any] | None
     return {"index": index, "gap": none.top2_gaps[index] if index < len(none.top2_gaps) else None}
 
 
-def _place(difference: dict[str, Any]) -> str:
-    gap = difference["gap"]
-    return f"no, at {difference['index']} " + ("(longer)" if gap is None else f"(gap {gap:.1e})")
-
-
-def _table(options: Generate, chosen: dict[str, Any], comparison: dict[str, Any]) -> Table:
-    table = Table(title="same tokens, fewer steps" if comparison["equal"] else "tokens differ: see docs/lossless.md")
-    for column in ("", "tokens", "steps", "tokens/step", "tokens/s", "state MiB", "equal"):
-        table.add_column(column, justify="left" if not column else "right")
-    rows = [
-        (f"{options.draft}, {options.commit}", chosen, comparison["first_diff"]),
-        (f"{options.draft}, store_all", comparison["store_all"], comparison["store_all"]["first_diff"]),
-        ("no drafts", comparison["none"], None),
-        ("stock transformers", comparison["transformers"], comparison["transformers"]["first_diff"]),
-    ]
-    for name, figures, difference in rows:
+def _table(options: Generate, comparison: dict[str, Any]) -> Table:
+    drafted = [name for name in comparison if name in POLICIES]
+    labels = {name: f"{options.draft}, {name}" for name in drafted}
+    labels |= {"none": "no drafts", "transformers": "transformers"}
+    table = Table(box=box.SIMPLE, title=_title(options, comparison), title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("tokens", "steps", "tok/step", "tok/s", "MiB", "equal"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in (*drafted, "none", "transformers"):
+        figures = comparison[name]
         table.add_row(
-            name,
+            labels[name],
             str(len(figures["token_ids"])),
             str(figures.get("num_verify_steps", "")),
             f"{figures['mean_accept_len']:.2f}" if "mean_accept_len" in figures else "",
             f"{figures['tokens_per_s']:.1f}",
             f"{figures['state_bytes'] / 2**20:.2f}" if "state_bytes" in figures else "",
-            "yes" if difference is None else _place(difference),
+            "yes" if figures.get("first_diff") is None else "no",
         )
     return table
+
+
+def _title(options: Generate, comparison: dict[str, Any]) -> str:
+    """Return what the table shows in words, every difference with its place and gap."""
+    differences = {name: figures["first_diff"] for name, figures in comparison.items() if _differs(figures)}
+    if not differences:
+        return "same tokens"
+    places = [
+        f"{name} at token {x['index']}" + ("" if x["gap"] is None else f", gap {x['gap']:.1e}")
+        for name, x in differences.items()
+    ]
+    why = "expected in bfloat16" if options.dtype != "float32" else "see docs/lossless.md"
+    return f"tokens differ from those without drafts ({why}): {'; '.join(places)}"
+
+
+def _differs(figures: Any) -> bool:
+    return isinstance(figures, dict) and figures.get("first_diff") is not None
+
+
+def _status(what: str) -> AbstractContextManager[Any]:
+    """Say on a terminal what takes time; elsewhere nothing."""
+    console = Console(stderr=True)
+    return console.status(f"{what} ...") if console.is_terminal else nullcontext()
+
+
+# Below this many parameters, products are too small to share: more threads only wait for each other, and on a busy
+# machine starve (seen on 2 cores: idle 95 tokens/s with one thread against 113, busy 105 against 35).
+SMALL_MODEL = 32_000_000
+
+
+def _settle_threads(model: PreTrainedModel, device: torch.device) -> None:
+    """Run small models on one CPU thread, unless OMP_NUM_THREADS says otherwise."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL_MODEL:
+        torch.set_num_threads(1)
 
 
 def _progress() -> Progress:
@@ -217,7 +264,6 @@ def _progress() -> Progress:
 
 
 def _quieten_transformers() -> None:
-    """Keep transformers' notes off stderr; its bar stays where somebody looks."""
+    """Keep transformers' notes and bars off stderr: the command line says itself what it is doing."""
     transformers_logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
