@@ -4,7 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from treewy.engine.lossless import Difference, Reference, Verdict, compare_decoders, first_difference
+from treewy.engine.lossless import (
+    NEAR_TIE_GAP,
+    Difference,
+    Reference,
+    Verdict,
+    compare_decoders,
+    first_difference,
+)
 
 TEXT = list(range(100, 140))
 PROMPT = [1, 2]
@@ -79,3 +86,9 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1]) == 1
     assert first_difference([1], [1, 2]) == 1
     assert first_difference([], []) is None
+
+
+def test_a_gap_at_the_bound_is_no_near_tie() -> None:
+    at, below = NEAR_TIE_GAP, NEAR_TIE_GAP * 0.999
+    assert not Verdict([Difference(0, 1, 2, at)], 100).is_lossless
+    assert Verdict([Difference(0, 1, 2, below)], 100).is_lossless

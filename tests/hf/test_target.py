@@ -140,3 +140,15 @@ def test_the_target_is_the_model(text_model: PreTrainedModel) -> None:
     held = [x for x in vars(target).values() if isinstance(x, torch.nn.Module)]
     assert {id(p) for module in held for p in module.parameters()} <= own
     assert not any(isinstance(x, torch.Tensor) for x in vars(target).values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [("bfloat16", torch.bfloat16), (torch.bfloat16, torch.bfloat16), (None, torch.float32)]
+)
+def test_states_keep_the_dtype_the_config_asks_for(asked: object, given: torch.dtype) -> None:
+    """Fault F11: the default follows the model file."""
+    from types import SimpleNamespace
+
+    from treewy.hf.target import state_dtype
+
+    assert state_dtype(SimpleNamespace(mamba_ssm_dtype=asked)) == given
