@@ -21,7 +21,7 @@ from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.lossless import Reference, Verdict, compare_decoders
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
 from treewy.hf.load import build_engine, resolve_dtype
-from treewy.hf.stock import stock_generate
+from treewy.hf.stock import Stock, stock_generate
 from treewy.tree import DraftTree
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
@@ -55,7 +55,7 @@ def main() -> None:
     plain = make(draft="none")
     reference = _cached(lambda prompt, n: _reference(plain, prompt, n))
     rows = [_row("none", "reconstruct", prompts, *_decode(plain, ids, options.tokens, reference))]
-    stock = _cached(lambda prompt, n: stock_generate(model, prompt, n).token_ids)
+    stock = _cached(lambda prompt, n: stock_generate(model, prompt, n))
     rows.append(_stock_row(ids, options.tokens, reference, stock))
     for name, shape in SHAPES.items():
         for policy in POLICIES:
@@ -138,12 +138,14 @@ def _stock_row(
     prompts: list[list[int]],
     num_tokens: int,
     reference: Callable[[list[int], int], Reference],
-    stock: Callable[[list[int], int], list[int]],
+    stock: Callable[[list[int], int], Stock],
 ) -> dict[str, Any]:
     verdict = Verdict([], 0)
+    stock(prompts[0], 4)
     for prompt in track(prompts, description="stock transformers", transient=True):
-        verdict += compare_decoders(prompt, num_tokens, reference, stock)
-    return {"shape": "stock transformers", "policy": "", **_judged(verdict)}
+        verdict += compare_decoders(prompt, num_tokens, reference, lambda *asked: stock(*asked).token_ids)
+    speed = statistics.median(stock(prompt, num_tokens).tokens_per_s for prompt in prompts)
+    return {"shape": "stock transformers", "policy": "", "tokens_per_s": speed, **_judged(verdict)}
 
 
 def _judged(verdict: Verdict) -> dict[str, Any]:

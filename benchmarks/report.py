@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by benchmarks/report.py -->\n", "<!-- end of results -->"
+MIN_PROMPTS = 10
 HEADER = (
     "| decoding | commit | tokens a step (prose / code) | distinct 4-grams | by depth | not first siblings "
     "| tokens/s | state MiB | differences |\n|---|---|---|---|---|---|---|---|---|\n"
@@ -28,12 +29,13 @@ def main() -> None:
 
 
 def tables() -> str:
-    """Return the tables of every held-out result file."""
-    return "".join(_table(path) for path in sorted((ROOT / "benchmarks" / "results").glob("heldout*.jsonl")))
+    """Return the tables of the held-out result files that cover enough prompts to read anything from."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("heldout*.jsonl"))
+    results = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+    return "".join(_table(rows) for rows in results if rows[0]["num_prompts"] >= MIN_PROMPTS)
 
 
-def _table(path: Path) -> str:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def _table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     environment = first["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
@@ -50,7 +52,8 @@ def _line(row: dict[str, Any]) -> str:
     if row["differences"]:
         differences += f", widest gap {max(difference['gap'] for difference in row['differences']):.1g}"
     if "mean_accept_len" not in row:
-        return f"| {row['shape']} | | | | | | | | {differences} |\n"
+        speed = f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else ""
+        return f"| {row['shape']} | | | | | | {speed} | | {differences} |\n"
     lengths = row["mean_accept_len"]
     depths = " ".join(f"{rate:.2f}" for rate in row["accept_rate_by_depth"].values())
     cells = [
