@@ -33,8 +33,8 @@ class Doctor:
         """Run the command; raises BackendError if something that should work does not."""
         checks = [*_try_backends(), _try_checkpoint()]
         report = {
-            "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES},
+            "python": platform.pythonpackage_version(),
+            "packages": {name: package_version(name) for name in PACKAGES},
             "devices": _devices(),
             "checks": [asdict(check) for check in checks],
         }
@@ -47,7 +47,8 @@ class Doctor:
             raise BackendError(f"Every backend must work here; {', '.join(failed)} does not. See the report above.")
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the installed version of `package`, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

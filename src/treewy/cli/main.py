@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from treewy.cli.doctor import Doctor
+from treewy.cli.doctor import Doctor, package_version
 from treewy.cli.generate import Generate
 from treewy.errors import TreeWYError
 
@@ -59,9 +59,7 @@ def _failed(error: Exception | KeyboardInterrupt) -> int:
 
 def _parse(arguments: list[str]) -> Generate | Doctor:
     if arguments in (["--version"], ["-V"]):
-        from treewy import __version__
-
-        print(f"{PROGRAM} {__version__}")
+        print(f"{PROGRAM} {package_version(PROGRAM)}")
         raise SystemExit(OK)
     errors = io.StringIO()
     try:
