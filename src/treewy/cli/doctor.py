@@ -33,7 +33,7 @@ class Doctor:
         """Run the command; raises BackendError if something that should work does not."""
         checks = [*_try_backends(), _try_checkpoint()]
         report = {
-            "python": platform.pythonpackage_version(),
+            "python": platform.python_version(),
             "packages": {name: package_version(name) for name in PACKAGES},
             "devices": _devices(),
             "checks": [asdict(check) for check in checks],
