@@ -111,7 +111,8 @@ def shards(folder: Path) -> list[Path]:
         RequestError: one is missing or truncated, or the folder holds none.
     """
     _read_json(folder, CONFIG)
-    for name in _shard_names(folder):
+    names = _shard_names(folder)
+    for name in names:
         if not (folder / name).is_file():
             raise RequestError(
                 f"A checkpoint must hold its weight files; {folder / name} is missing. Download it again."
@@ -121,7 +122,7 @@ def shards(folder: Path) -> list[Path]:
                 shard.keys()
         except (SafetensorError, OSError) as error:
             raise _unreadable(folder, name, error) from error
-    return [folder / name for name in _shard_names(folder)]
+    return [folder / name for name in names]
 
 
 def _shard_names(folder: Path) -> list[str]:
