@@ -10,6 +10,7 @@ from treewy.shapes import Tensor
 class LinearSpec(NamedTuple):
     """Sizes of a gated-delta layer's memory."""
 
+    num_key_heads: int
     num_value_heads: int
     value_dim: int
     key_dim: int

@@ -92,7 +92,14 @@ def state_dtype(config: object) -> torch.dtype:
 def _layer_spec(layer: Any) -> LayerSpec:
     if hasattr(layer, "linear_attn"):
         mixer = layer.linear_attn
-        return LinearSpec(mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim, mixer.conv_dim, mixer.conv_kernel_size)
+        return LinearSpec(
+            num_key_heads=mixer.num_k_heads,
+            num_value_heads=mixer.num_v_heads,
+            value_dim=mixer.head_v_dim,
+            key_dim=mixer.head_k_dim,
+            conv_channels=mixer.conv_dim,
+            conv_width=mixer.conv_kernel_size,
+        )
     return attention_spec(layer)
 
 

@@ -47,7 +47,7 @@ class ToyTarget(Target):
     def layer_specs(self) -> Sequence[LayerSpec]:
         """See `Target.layer_specs`."""
         c = self.config
-        delta = LinearSpec(c.num_value_heads, c.value_dim, c.key_dim, self._channels, c.conv_width)
+        delta = LinearSpec(c.num_key_heads, c.num_value_heads, c.value_dim, c.key_dim, self._channels, c.conv_width)
         return [delta if kind == "d" else AttentionSpec(c.num_kv_heads, c.head_dim) for kind in c.layers]
 
     def verify(self, batch: Batch, cache: CachePool) -> Verified:
