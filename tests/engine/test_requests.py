@@ -9,7 +9,7 @@ from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
 from toy_oracle import continuation
 from treewy.cache import CachePool
-from treewy.draft import Drafter, NoDrafter, Root
+from treewy.draft import Draft, Drafter, NoDrafter, Root
 from treewy.engine import Engine, SamplingParams
 from treewy.errors import CapacityError, RequestError, TreeError, TreeWYError, UnsupportedError
 from treewy.model import ToyConfig, ToyTarget
@@ -238,8 +238,8 @@ def test_a_drafter_that_drafts_beyond_the_vocabulary() -> None:
     """Faults L06 and H16: refused by name, before the id reaches an embedding."""
 
     class Foreign(NoDrafter):
-        def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
-            return [DraftTree([-1, 0], [root.token, 64]) for root in roots]
+        def propose(self, roots: Sequence[Root]) -> list[Draft]:
+            return [Draft(DraftTree([-1, 0], [root.token, 64])) for root in roots]
 
     engine = Engine(TARGET, Foreign(), shape=TREE)
     with pytest.raises(TreeError, match=r"lie in 0\.\.63; Foreign drafted 64"):

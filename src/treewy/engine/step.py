@@ -39,7 +39,8 @@ def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent
     Verify reads the committed memory, commit is the only write, and what is pending dies with the step.
     """
     target, drafter, cache, _ = machine
-    trees = drafter.propose([_root(request) for request in requests])
+    drafts = drafter.propose([_root(request) for request in requests])
+    trees = [draft.tree for draft in drafts]
     tokens = _drafted(trees, requests, machine)
     packed = pack(trees, device=target.device)
     verified = target.verify(Batch(packed, _ids(tokens, target), _slots(requests)), cache)
