@@ -249,7 +249,9 @@ def test_one_pass_per_step(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Fault D10: a step verifies the whole batch in one forward, however many sequences draft."""
     engine, sizes = Engine(TARGET, ScriptedDrafter(SCRIPTS), shape=DraftTree.from_widths([2, 2])), []
     forward = engine.target.verify
-    monkeypatch.setattr(engine.target, "verify", lambda batch, cache: sizes.append(len(batch.slots)) or forward(batch, cache))
+    monkeypatch.setattr(
+        engine.target, "verify", lambda batch, cache: sizes.append(len(batch.slots)) or forward(batch, cache)
+    )
     with engine.open() as session:
         session.add_all(PROMPTS[:num_seqs], SamplingParams(max_new_tokens=30))
         session.step()

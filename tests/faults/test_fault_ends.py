@@ -69,7 +69,9 @@ def test_the_turn_after_a_stop_in_mid_block() -> None:
         assert first.token_ids == whole.token_ids[: len(first.token_ids)]
         assert lengths[-1] == len(first.token_ids)
         follow = [0, *first.token_ids, 1]
-        assert engine.generate([follow], params)[0].token_ids == fresh(NoDrafter()).generate([follow], params)[0].token_ids
+        assert (
+            engine.generate([follow], params)[0].token_ids == fresh(NoDrafter()).generate([follow], params)[0].token_ids
+        )
         num_cut += first.kinds[-1] is TokenKind.ACCEPTED
     assert num_cut > 1, "no stop fell into the middle of a block"
 

@@ -28,13 +28,13 @@ REPORTS = {
 NUM_REPORTS = 129
 
 
-def tests_in(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+def named_tests(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield the tests of a file or a class of it, by the name that pytest takes."""
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             yield owner + node.name, node
         if isinstance(node, ast.ClassDef):
-            yield from tests_in(node.body, f"{owner}{node.name}::")
+            yield from named_tests(node.body, f"{owner}{node.name}::")
 
 
 @cache
@@ -43,7 +43,7 @@ def labels_of_tests() -> dict[str, set[str]]:
     return {
         f"{path.relative_to(TESTS)}::{name}": set(LABEL.findall(ast.get_docstring(test) or ""))
         for path in TESTS.rglob("test_*.py")
-        for name, test in tests_in(ast.parse(path.read_text()).body)
+        for name, test in named_tests(ast.parse(path.read_text()).body, "")
     }
 
 
