@@ -84,7 +84,11 @@ def test_prefill_in_chunks_then_decode(model: PreTrainedModel, commit: str) -> N
     assert relative_error(torch.cat(got), forward(model, text).logits) < HF_LOGITS
 
 
-@pytest.mark.parametrize("commit", POLICIES)
+@pytest.mark.parametrize(
+    ("layout", "commit"),
+    [(name, "reconstruct") for name in MODELS] + [(name, "store_all") for name in ("moe", "next", "olmo")],
+    indirect=["layout"],
+)
 def test_equals_generate(model: PreTrainedModel, layout: str, commit: str) -> None:
     """Rung 6: 40 greedy tokens of a left-padded batch, drafted in a tree or not at all, and the model as it was."""
     ids, mask = torch.tensor([[0, 0, 11, 5], [9, 3, 44, 2]]), torch.tensor([[0, 0, 1, 1], [1] * 4])

@@ -1,5 +1,6 @@
 """The heads of mixtures and of Qwen3-Next, in both layouts of experts, against transformers' own generic layer."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -137,6 +138,10 @@ def test_olmo_has_no_head(families: Callable, capsys: pytest.CaptureFixture[str]
         treewy.load(folder)
     with pytest.raises(UnsupportedError, match=said):
         treewy.generate(model, torch.tensor([[1, 2]]), checkpoint=families("moe")[0])
+    unnamed = copy.deepcopy(model)
+    unnamed.config.name_or_path = ""
+    with pytest.raises(UnsupportedError, match=said):
+        treewy.generate(unnamed, torch.tensor([[1, 2]]))
     with pytest.raises(UnsupportedError, match=said):
         HFMTPHead(model, fused_weights("moe"))
     assert main(["generate", "t1", "--model", str(folder)]) != 0
