@@ -14,9 +14,9 @@ PARTS = {
     "state": "recurrent states",
     "conv": "convolution windows",
     "kv": "keys and values",
-    "draft_kv": "drafter's keys and values",
-    "pending_kv": "rows' keys and values",
-    "conv_inputs": "rows' convolution inputs",
+    "draft_kv": "drafter's KV",
+    "pending_kv": "rows' KV",
+    "conv_inputs": "rows' conv inputs",
     "snapshots": "pending states",
     "records": "pending records",
     "history": "ring's history",
@@ -89,11 +89,12 @@ class Plan:
 
 
 def _print(outcome: Outcome) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     s = outcome.setting
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     gpus = outcome.gpu.name if s.tp == 1 else f"{s.tp} x {outcome.gpu.name}, each"
     console.print(f"{outcome.model} on {gpus} ({humanise(outcome.gpu.memory_bytes)})")
     console.print(
@@ -101,7 +102,7 @@ def _print(outcome: Outcome) -> None:
         f"{humanise(outcome.weights_bytes)} ({outcome.weights_source}); {s.memory_fraction:g} of the memory, "
         f"{s.reserve_gib:g} GiB of it in reserve"
     )
-    table = Table("one sequence, one GPU", *outcome.totals)
+    table = Table("one sequence, one GPU", *outcome.totals, box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
     figures = outcome.per_sequence._asdict()

@@ -61,12 +61,13 @@ def _recommend(memory: PerSequence, fits: dict[str, int], rows: int, requests: i
 
 
 def _gain(memory: PerSequence, fits: dict[str, int]) -> str:
-    store_all, reconstruct = fits["store_all"], fits["reconstruct"]
+    none, store_all, reconstruct, ring = (fits[policy] for policy in ("none", "store_all", "reconstruct", "ring"))
     ratio = f", {reconstruct / store_all:.2f} times as many" if store_all else ""
+    records = humanise(memory.stash - memory.conv_inputs)
     return (
         f"Use reconstruct: {_requests(reconstruct)} fit, against {store_all} with store_all{ratio}; its records are "
-        f"{humanise(memory.stash)} in place of {humanise(memory.snapshots)} of snapshots. Drafting then costs "
-        f"{max(0, fits['none'] - reconstruct)} of the {fits['none']} that fit without drafts, and {fits['ring']} fit with ring."
+        f"{records} in place of {humanise(memory.snapshots)} of snapshots. Drafting then costs "
+        f"{none - reconstruct} of the {none} that fit without drafts, and {ring} fit with ring."
     )
 
 

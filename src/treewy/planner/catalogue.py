@@ -94,7 +94,8 @@ def find_gpu(name: str) -> GPU:
 def unknown(what: str, name: str, known: Iterable[str], otherwise: str = "") -> RequestError:
     """Return the error for a name that is not known, with the closest one that is."""
     known = list(known)
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    begun = [candidate for candidate in known if name and candidate.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]}?" if close else "Choose one of them."
     also = f" {otherwise}" if otherwise else ""
     return RequestError(f"{what} must be one of {', '.join(known)}{also}; got {name!r}. {hint}")

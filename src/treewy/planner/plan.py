@@ -12,7 +12,8 @@ from treewy.planner.model import ModelSpec
 from treewy.planner.source import Source
 
 # Kept free on each GPU for what is counted nowhere else: activations, the context of CUDA, graphs, fragmentation.
-RESERVE_GIB = 2.0
+# docs/planning.md has what one engine was seen to take.
+RESERVE_GIB = 3.0
 MEMORY_FRACTION = 0.9
 
 
@@ -48,7 +49,7 @@ class Setting:
                 f"The memory fraction must be above 0 and at most 1; got {self.memory_fraction}. Use 0.9, say."
             )
         if not 0 <= self.reserve_gib < float("inf"):
-            raise RequestError(f"The reserve must be at least 0 GiB; got {self.reserve_gib}. Use 2, say.")
+            raise RequestError(f"The reserve must be at least 0 GiB; got {self.reserve_gib}. Use 3, say.")
         if self.requests is not None and self.requests < 1:
             raise RequestError(f"Wanted requests must be at least 1; got {self.requests}. Leave them out if unknown.")
 

@@ -43,7 +43,7 @@ def find_model(model: str, dtype: str) -> Source:
     folder = Path(model)
     with suppress(RuntimeError):  # ~nobody: no such home, so no such folder
         folder = folder.expanduser()
-    if _is_folder(folder):
+    if model and _is_folder(folder):
         return from_folder(folder, dtype)
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise catalogue.unknown(
@@ -135,7 +135,7 @@ def _fetch(hub_id: str, name: str) -> Path | None:
 
     try:
         return Path(huggingface_hub.hf_hub_download(hub_id, name))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
         # Offline, a missing file and an unreachable hub look alike: only the hub's own answer says "no such file".
         absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         if absent and name == INDEX:
