@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from fixtures import TEXT_CONFIG, write_checkpoint
 from treewy.errors import RequestError, UnsupportedError
 from treewy.planner import ModelSpec, find_model
-from treewy.planner.weights import counted
+from treewy.planner.weights import counted, head_layers
 
 HUB_ID = "someone/some-model"
 
@@ -49,6 +49,13 @@ def test_layers_by_interval(tmp_path: Path) -> None:
     spec = ModelSpec.from_config(config | {"num_hidden_layers": 7, "full_attention_interval": 3}, where="here")
     assert (spec.num_linear_layers, spec.num_attention_layers) == (5, 2)
     assert (spec.conv_width, spec.conv_channels) == (4, 2 * 2 * 16 + 4 * 16)
+
+
+def test_a_head_is_whole_or_not_there() -> None:
+    """Layers without the projection that joins them to the target are no head; indices are counted once."""
+    layers = ["mtp.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.down_proj.weight", "mtp.layers.1.x"]
+    assert head_layers(layers) == 0
+    assert head_layers([*layers, "mtp.fc.weight"]) == 2
 
 
 def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """vLLM's block arithmetic: every figure of its logs and of the tables made from them, for the 35B-A3B shape."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -108,3 +109,11 @@ def test_one_gpus_share() -> None:
 
 def test_no_memory_no_blocks() -> None:
     assert of("none").num_blocks(-5) == 0
+
+
+@pytest.mark.parametrize(("linear", "group_size", "groups"), [(14, 14, 1), (15, 10, 2), (8, 10, 1), (6, 6, 1)])
+def test_group_sizes(linear: int, group_size: int, groups: int) -> None:
+    """As large as the rarer kind of layer, unless the other is less than half as common again: then as large as that."""
+    blocks = of("none", spec=replace(SPEC, num_linear_layers=linear))
+    assert (blocks.group_size, blocks.num_state_groups) == (group_size, groups)
+    assert blocks.num_attention_groups == -(-10 // group_size)
