@@ -153,9 +153,9 @@ def test_an_inert_sequence_in_a_batch(commit: str) -> None:
 
 
 def test_a_result_does_not_depend_on_its_neighbours() -> None:
-    """Fault D08: alone, beside one, beside three, in any place of the batch: the same logits."""
+    """Fault D08: alone, beside one, beside three, longer ones too, in any place of the batch: the same logits."""
     pool = make_pool(TARGET)
-    slots = [start(TARGET, pool, [n, n + 1, 2]) for n in range(4)]
+    slots = [start(TARGET, pool, [n, n + 1, 2, *[7] * n]) for n in range(4)]
     wide = DraftTree.from_widths([3, 2]).with_tokens(range(20, 30))
     alone = verify(TARGET, pool, [CHAIN], slots[:1]).logits
     for order in ([0, 1], [1, 0], [3, 1, 2, 0]):
