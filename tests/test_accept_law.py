@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -30,6 +31,12 @@ from treewy.accept import Accepted, Choice, sampled, walk
 from treewy.errors import ShapeError, TreeError
 from treewy.sampling import ACCEPT, Stream
 from treewy.tree import DraftTree
+
+
+@pytest.fixture(autouse=True)
+def _unchecked_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Checking them is a third of the time here, and test_accept.py and the engine's tests check the same calls.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def step(case: Case, coin: Branching, text: Tokens = (ROOT,), rule: Callable[..., Accepted] = sampled) -> Accepted:
