@@ -35,9 +35,10 @@ CONFIG = ToyConfig(
     layers="dd", vocab_size=VOCAB, hidden=HIDDEN, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3
 )
 
-TEXTS = [text for length in range(LENGTH + 1) for text in product(range(VOCAB), repeat=length)]
+# One longer, for the engine, whose first token comes from prefill.
+TEXTS = [text for length in range(LENGTH + 2) for text in product(range(VOCAB), repeat=length)]
 NUMBER = {text: number for number, text in enumerate(TEXTS)}
-# Text number and token to the number of the longer text; texts of full length have none.
+# Text number and token to the number of the longer text; the longest texts have none.
 LONGER = np.array([[NUMBER.get((*text, token), -1) for token in range(VOCAB)] for text in TEXTS])
 
 
@@ -48,7 +49,7 @@ def _unchecked_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tables(NamedTuple):
-    """Logits after every text of up to LENGTH tokens: the toy's, and those of a drafter that half knows the toy."""
+    """Logits after every text: the toy's, and those of a drafter that half knows the toy."""
 
     target: torch.Tensor
     drafter: torch.Tensor
@@ -68,14 +69,15 @@ def tables() -> Tables:
 
 
 @cache
-def exact_law() -> np.ndarray:
-    """Return the probability of every continuation, by the numbers of TEXTS that have full length."""
+def exact_law(length: int) -> np.ndarray:
+    """Return the probability of every text of this length, in the order of TEXTS."""
     law = LAW.probabilities(tables().target).numpy()
     chances = np.ones(len(TEXTS))
     for number, text in enumerate(TEXTS[1:], start=1):
         before = NUMBER[text[:-1]]
         chances[number] = chances[before] * law[before, text[-1]]
-    return chances[-(VOCAB**LENGTH) :]
+    first = NUMBER[(0,) * length]
+    return chances[first : first + VOCAB**length]
 
 
 class Fault(NamedTuple):
@@ -183,17 +185,18 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def p_of(texts: list[int]) -> float:
-    law = exact_law()
-    return p_value(np.bincount(np.array(texts) - (len(TEXTS) - len(law)), minlength=len(law)), law)
+def p_of(texts: list[int], length: int = LENGTH) -> float:
+    """Return the p-value of the numbers of texts of one length."""
+    law = exact_law(length)
+    return p_value(np.bincount(np.array(texts) - NUMBER[(0,) * length], minlength=len(law)), law)
 
 
 def test_the_test_itself() -> None:
     """Its numbers: a known chi-square, a toy whose law is not flat, and a drafter that is neither right nor hopeless."""
     assert p_value(np.array([44, 56]), np.array([0.5, 0.5])) == pytest.approx(0.23013934, abs=1e-7)
-    law = exact_law()
-    assert law.sum() == pytest.approx(1)
-    assert np.count_nonzero(law) == 4**LENGTH
+    for length in (LENGTH, LENGTH + 1):
+        assert exact_law(length).sum() == pytest.approx(1)
+        assert np.count_nonzero(exact_law(length)) == 4**length
     target, drafter = (LAW.probabilities(logits).numpy() for logits in tables())
     overlap = np.minimum(target, drafter).sum(-1)[: VOCAB + 1]
     assert 0.3 < overlap.mean() < 0.9
@@ -230,3 +233,105 @@ def test_20000_continuations_of_argmax_drafts(shape: DraftTree) -> None:
 def test_faults_show_at_the_same_size(fault: Fault, drafts: Drafts) -> None:
     """Faults H02, H05 and H08."""
     assert p_of(continuations(drafts, fault)) < P_VALUE
+
+
+# The same through the engine.
+
+
+class PlainHead(MTPHead):
+    """A head without attention, to be quick: a row's drafts depend on its token and its parent's row."""
+
+    dtype, device = torch.float64, torch.device("cpu")
+
+    def __init__(self, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (VOCAB, HIDDEN), (2 * HIDDEN, HIDDEN), (VOCAB, HIDDEN)
+        self.embedding, self.mix, self.head = (
+            torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes
+        )
+
+    def layer_specs(self) -> list:
+        return []
+
+    def forward(self, tokens, hidden, positions, step) -> torch.Tensor:
+        return torch.tanh(torch.cat([self.embedding[tokens], hidden], dim=-1) @ self.mix / HIDDEN**0.5)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.head.T
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_4000_continuations_of_an_engine(shape: DraftTree) -> None:
+    """From prefill on, in batches of 500: four tokens, of which the last three can be drafted."""
+    engine = Engine(ToyTarget(CONFIG, seed=3), MTPDrafter(PlainHead(), 500), shape=shape, max_num_seqs=500)
+    # One token more than is looked at, so that the first draft of each is not cut.
+    params = [SamplingParams(max_new_tokens=5, temperature=1.0, top_k=4, seed=seed) for seed in range(4000)]
+    results = engine.generate([PROMPT] * len(params), params)
+    accepted = sum(len(result.token_ids) - 1 - result.num_verify_steps for result in results)
+    assert accepted > 1000, "hardly any draft stood: the test shows little"
+    assert p_of([NUMBER[tuple(result.token_ids[:4])] for result in results], 4) > P_VALUE
+
+
+TOY = ToyTarget(ToyConfig(hidden=HIDDEN), seed=5)
+SHAPES = [CHAIN, TREE, DraftTree([-1, 0, 0, 0, 3, 3, 4]), DraftTree([-1]), DraftTree.from_widths([3, 1, 1])]
+
+
+def toy_engine(*, drafts: bool = True, max_num_seqs: int = 8) -> Engine:
+    drafter = MTPDrafter(ToyHead(seed=1), max_num_seqs, poison=True) if drafts else NoDrafter()
+    return Engine(TOY, drafter, shape=CHAIN, max_num_seqs=max_num_seqs, poison=True)
+
+
+def mixed_requests(num: int, **options) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return requests of all temperatures, laws, shapes and ways to draft; some of them greedy."""
+    prompts = [[3 + n % 5, *range(n % 4)] for n in range(num)]
+    laws = [{"temperature": 0.0}, {"top_k": 4}, {"temperature": 0.4}, {"temperature": 1.8, "top_p": 0.9, "min_p": 0.01}]
+    params = [
+        SamplingParams(
+            **{
+                "temperature": 1.0,
+                "seed": n // 2,
+                "shape": SHAPES[n % 5],
+                "drafts": ("sampled", "argmax")[n % 3 == 0],
+                "max_new_tokens": 18 + n % 3,
+                **laws[n % 4],
+                **options,
+            }
+        )
+        for n in range(num)
+    ]
+    return prompts, params
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_any_batch() -> None:
+    """Fault H11: of mixed temperatures, seeds, shapes and ways to draft, in two orders, and through fewer slots."""
+    prompts, params = mixed_requests(20)
+    together = [result.token_ids for result in toy_engine(max_num_seqs=20).generate(prompts, params)]
+    backwards = toy_engine(max_num_seqs=20).generate(prompts[::-1], params[::-1])[::-1]
+    queued = toy_engine(max_num_seqs=3).generate(prompts, params)
+    assert [result.token_ids for result in backwards] == together
+    assert [result.token_ids for result in queued] == together
+    for prompt, one, tokens in zip(prompts, params, together, strict=True):
+        assert toy_engine().generate([prompt], one)[0].token_ids == tokens
+
+
+def test_seeds() -> None:
+    """A seed decides; another seed, and no seed, decide otherwise; at temperature 0 there is nothing to decide."""
+
+    def texts(*seeds: int | None, temperature: float = 1.0) -> list[list[int]]:
+        params = [SamplingParams(max_new_tokens=16, temperature=temperature, seed=seed) for seed in seeds]
+        return [result.token_ids for result in toy_engine().generate([[5, 6]] * len(seeds), params)]
+
+    first, second, again, fresh, fresher = texts(1, 2, 1, None, None)
+    assert first == again == texts(1)[0]
+    assert len({tuple(text) for text in (first, second, fresh, fresher)}) == 4
+    assert len({tuple(text) for text in texts(1, 2, None, temperature=0.0)}) == 1
+
+
+def test_argmax_drafts_change_no_token_of_a_seed() -> None:
+    """Fault H15: in an engine too, at every law, tokens are those of sampling without drafts."""
+    prompts, params = mixed_requests(40, drafts="argmax")
+    drafted = toy_engine().generate(prompts, params)
+    plain = toy_engine(drafts=False).generate(prompts, params)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    accepted = sum(len(result.token_ids) - 1 - result.num_verify_steps for result in drafted if result.num_drafted)
+    assert accepted > 20, "hardly any draft stood: the test shows little"
