@@ -1,6 +1,7 @@
 """One run of `treewy generate`: a model in memory, engines over it, and what a person or a script sees."""
 
 import os
+import secrets
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -55,7 +56,15 @@ class Session:
     def open(cls, options: Generate) -> "Session":
         """Check everything that can be checked without weights, then load them."""
         shape = parse_shape(tree=options.tree, chain=options.chain)
-        params = SamplingParams(max_new_tokens=options.max_new_tokens, record_gaps=options.compare)
+        params = SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=secrets.randbits(32) if options.seed is None else options.seed,
+            record_gaps=options.compare,
+        )
         text, device = options.text(), resolve_device(options.device)
         dtype = resolve_dtype(None if options.dtype == "auto" else options.dtype, device)
         _quieten_transformers()
