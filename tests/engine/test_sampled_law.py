@@ -261,18 +261,18 @@ class PlainHead(MTPHead):
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_4000_continuations_of_an_engine(shape: DraftTree) -> None:
+def test_2000_continuations_of_an_engine(shape: DraftTree) -> None:
     """From prefill on, in batches of 500: four tokens, of which the last three can be drafted."""
     engine = Engine(ToyTarget(CONFIG, seed=3), MTPDrafter(PlainHead(), 500), shape=shape, max_num_seqs=500)
     # One token more than is looked at, so that the first draft of each is not cut.
-    params = [SamplingParams(max_new_tokens=5, temperature=1.0, top_k=4, seed=seed) for seed in range(4000)]
+    params = [SamplingParams(max_new_tokens=5, temperature=1.0, top_k=4, seed=seed) for seed in range(2000)]
     results = engine.generate([PROMPT] * len(params), params)
     accepted = sum(len(result.token_ids) - 1 - result.num_verify_steps for result in results)
-    assert accepted > 1000, "hardly any draft stood: the test shows little"
+    assert accepted > 600, "hardly any draft stood: the test shows little"
     assert p_of([NUMBER[tuple(result.token_ids[:4])] for result in results], 4) > P_VALUE
 
 
-TOY = ToyTarget(ToyConfig(hidden=HIDDEN), seed=5)
+TOY = ToyTarget(ToyConfig(layers="da", hidden=HIDDEN), seed=5)
 SHAPES = [CHAIN, TREE, DraftTree([-1, 0, 0, 0, 3, 3, 4]), DraftTree([-1]), DraftTree.from_widths([3, 1, 1])]
 
 
@@ -292,7 +292,7 @@ def mixed_requests(num: int, **options) -> tuple[list[list[int]], list[SamplingP
                 "seed": n // 2,
                 "shape": SHAPES[n % 5],
                 "drafts": ("sampled", "argmax")[n % 3 == 0],
-                "max_new_tokens": 18 + n % 3,
+                "max_new_tokens": 10 + n % 3,
                 **laws[n % 4],
                 **options,
             }
@@ -304,9 +304,9 @@ def mixed_requests(num: int, **options) -> tuple[list[list[int]], list[SamplingP
 
 def test_a_request_gets_the_same_tokens_alone_and_in_any_batch() -> None:
     """Fault H11: of mixed temperatures, seeds, shapes and ways to draft, in two orders, and through fewer slots."""
-    prompts, params = mixed_requests(20)
-    together = [result.token_ids for result in toy_engine(max_num_seqs=20).generate(prompts, params)]
-    backwards = toy_engine(max_num_seqs=20).generate(prompts[::-1], params[::-1])[::-1]
+    prompts, params = mixed_requests(15)
+    together = [result.token_ids for result in toy_engine(max_num_seqs=15).generate(prompts, params)]
+    backwards = toy_engine(max_num_seqs=15).generate(prompts[::-1], params[::-1])[::-1]
     queued = toy_engine(max_num_seqs=3).generate(prompts, params)
     assert [result.token_ids for result in backwards] == together
     assert [result.token_ids for result in queued] == together
@@ -329,9 +329,9 @@ def test_seeds() -> None:
 
 def test_argmax_drafts_change_no_token_of_a_seed() -> None:
     """Fault H15: in an engine too, at every law, tokens are those of sampling without drafts."""
-    prompts, params = mixed_requests(40, drafts="argmax")
+    prompts, params = mixed_requests(30, drafts="argmax")
     drafted = toy_engine().generate(prompts, params)
     plain = toy_engine(drafts=False).generate(prompts, params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     accepted = sum(len(result.token_ids) - 1 - result.num_verify_steps for result in drafted if result.num_drafted)
-    assert accepted > 20, "hardly any draft stood: the test shows little"
+    assert accepted > 5, "hardly any draft stood: the test shows little"
