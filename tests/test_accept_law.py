@@ -177,6 +177,14 @@ def test_rounding_that_leaves_nothing_accepts() -> None:
     assert sampled(tree, [law] * 3, {0: law}, Refusing([])) == Accepted([0, 1], [1, 0], is_bonus=True)
 
 
+def test_children_past_a_used_up_law_can_stand() -> None:
+    """The first child is all that the law could give; the others were chosen, and the model's own token walks to them."""
+    p, q = fractions(["1/4", "1/2", "1/4"]), fractions(["1", "0", "0"])
+    tree = DraftTree([-1, 0, 0, 0], [9, 0, 1, 2])
+    paths = law_of(lambda coin: tuple(sampled(tree, [p] * 4, {0: q}, coin).path))
+    assert paths == {(0, 1): p[0], (0, 2): p[1], (0, 3): p[2]}
+
+
 def test_laws_are_left_as_they_were() -> None:
     """The rule works on copies: the next row, or the next reader, sees the law whole."""
     p, q = fractions(["1/10", "4/10", "5/10"]), fractions(["5/10", "3/10", "2/10"])

@@ -311,6 +311,17 @@ def test_flips_that_are_certain() -> None:
     assert not any(stream.flip(0.0) for _ in range(200))
 
 
+def test_what_is_impossible_stays_so_at_the_lowest_number() -> None:
+    class Lowest:
+        def random(self) -> float:
+            return 0.0
+
+    stream = Stream(1, ACCEPT)
+    stream._generator = Lowest()
+    assert not stream.flip(0.0)
+    assert stream.draw(np.array([0.0, 1.0])) == 1
+
+
 def test_streams_share_no_number() -> None:
     """Fault H05: purposes of one seed, and neighbouring seeds, have nothing in common, also at another offset."""
     streams = [Stream(seed, purpose) for seed in (0, 1, 2, 2**63, 2**64, 2**70) for purpose in (DRAFT, ACCEPT)]
