@@ -9,7 +9,9 @@ from treewy.engine import SamplingParams
 from treewy.engine.request import check_finite
 from treewy.errors import RequestError, ShapeError, UnsupportedError
 from treewy.hf.checkpoint import resolve
+from treewy.hf.families import check_head
 from treewy.hf.load import build_engine, eos_ids
+from treewy.hf.target import text_model
 from treewy.shapes import Int, Tensor
 from treewy.tree import DraftTree
 
@@ -124,6 +126,7 @@ def _refuse_penalties(model: PreTrainedModel) -> None:
 
 
 def _head_folder(model: PreTrainedModel, checkpoint: str | Path | None) -> Path:
+    check_head(text_model(model).config)
     source = checkpoint or str(model.config.name_or_path)
     if not source:
         raise RequestError(
