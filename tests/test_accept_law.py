@@ -72,7 +72,7 @@ def cases(num: int, seed: int, **options) -> list[Case]:
     ],
 )
 def test_the_law_is_the_targets(num: int, options: dict) -> None:
-    """Faults H01 and H08: chains and trees, uneven, drawn, chosen and mixed, laws with zeros, points and copies."""
+    """Chains and trees, uneven, drawn, chosen and mixed, laws with zeros, points and copies."""
     seen = cases(num, seed=1, **options)
     for case in seen:
         law = delivered(case)
@@ -122,7 +122,7 @@ def test_two_steps_in_a_row() -> None:
 
 
 def test_a_draft_named_by_a_law_it_was_not_drawn_from() -> None:
-    """Fault H02: the drafter's most likely token is one token, not a draw from its softmax."""
+    """The drafter's most likely token is one token, not a draw from its softmax."""
     p, q, tree = fractions([".5", ".3", ".2"]), fractions([".7", ".2", ".1"]), DraftTree.chain(1).with_tokens([9, 0])
     for laws, want in (({}, [".5", ".3", ".2"]), ({0: q}, ["5/7", "1/7", "1/7"])):
         first = first_token(lambda coin, laws=laws: sampled(tree, [p, p], laws, coin))
@@ -130,7 +130,7 @@ def test_a_draft_named_by_a_law_it_was_not_drawn_from() -> None:
 
 
 def test_two_siblings_drawn_without_replacement() -> None:
-    """Fault H08: the second is tested against the law without the first."""
+    """The second is tested against the law without the first."""
     p, q, tree = fractions([".2", ".3", ".5"]), fractions([".5", ".3", ".2"]), DraftTree([-1, 0, 0])
 
     def run(coin: Branching) -> Accepted:
@@ -314,5 +314,5 @@ def test_the_rule_written_out_again_is_right() -> None:
     ],
 )
 def test_faults_are_seen(law: Callable[[Case], dict[Tokens, Fraction]]) -> None:
-    """Fault H02 and the two classic faults of tree sampling, each wrong on many trees."""
+    """Those of tree sampling that are easy to make, each wrong on many trees."""
     assert len(list(islice(wrong_on(law), 6))) == 6
