@@ -73,3 +73,9 @@ HF_BFLOAT16_FACTOR = 2.0
 # The float32 toy over 256 steps whose drafts are all dropped, against plain decoding: several rows and one sum in
 # another order, and recurrences contract. Seen: 2e-6; a beta rounded to bfloat16 in one of the two costs 4e-3.
 FORCED_REJECT_FLOAT32 = 1e-5
+
+# Laws over tokens in float64: a softmax and up to three normalisations, of sums over up to 150,000 tokens.
+LAW_ROUNDING = 1e-13
+
+# The same row's law in another batch: its sums may be taken in another order. Seen: bit for bit equal on one thread.
+LAW_NEIGHBOURS = 1e-14

@@ -98,7 +98,7 @@ def sampled(tree: DraftTree, target: Sequence[Array] | Array, laws: Mapping[int,
             that saw none of the coin's numbers.
         coin: Independent of what the drafts were drawn with.
 
-    Source: eqs. of section 8 of docs/theory.md.
+    Source: eqs. 20-23 of docs/theory.md.
     """
     _check_rows(tree, len(target))
     return walk(tree, lambda row: choose_sampled(tree, row, target[row], laws.get(row), coin))
@@ -113,6 +113,8 @@ def choose_sampled(tree: DraftTree, row: int, target: Array, law: Array | None, 
 
     With no law at all this is plain sampling, one draw per token, that happens to walk down the tree: with the same coin,
     the tokens are those of decoding without drafts.
+
+    Source: eqs. 20-22 of docs/theory.md.
     """
     tokens, children = tree.tokens or (), tree.children(row)
     if law is None:

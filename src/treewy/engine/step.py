@@ -142,23 +142,21 @@ def _root(request: Request) -> Root:
 
 
 def _accept(request: Request, draft: Draft, logits: Float[Tensor, "T vocab"], choices: list[int]) -> Accepted:
-    """Apply the request's rule to one tree; a row whose logits say nothing is followed by `NOT_FINITE`.
-
-    Laws are computed of the rows on the way only.
-    """
-    law = request.law
-    if law is None:
+    """Apply the request's rule to one tree; a row whose logits say nothing is followed by `NOT_FINITE`."""
+    if request.law is None:
         return walk_choices(draft.tree, choices)
+    return walk(draft.tree, lambda row: _sampled(request, draft, row, logits[row : row + 1], choices[row]))
 
-    def choose(row: int) -> Choice:
-        if choices[row] == NOT_FINITE:
-            return Choice(NOT_FINITE, None)
-        target = law.probabilities(logits[row : row + 1])[0].cpu().numpy()
-        drawn_from = draft.laws.get(row)
-        drawn_from = None if drawn_from is None else drawn_from.cpu().numpy()
-        return choose_sampled(draft.tree, row, target, drawn_from, request.coin)
 
-    return walk(draft.tree, choose)
+def _sampled(request: Request, draft: Draft, row: int, logits: Float[Tensor, "1 vocab"], choice: int) -> Choice:
+    """Choose what follows one row: laws are computed of the rows on the way only."""
+    assert request.law is not None
+    if choice == NOT_FINITE:
+        return Choice(NOT_FINITE, None)
+    target = request.law.probabilities(logits)[0].cpu().numpy()
+    drawn_from = draft.laws.get(row)
+    drawn_from = None if drawn_from is None else drawn_from.cpu().numpy()
+    return choose_sampled(draft.tree, row, target, drawn_from, request.coin)
 
 
 def _choices(logits: Tensor) -> list[int]:
