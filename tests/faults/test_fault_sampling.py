@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from drafters import Recorder
 from textkit import ScriptTarget
 from toy_head import HIDDEN, ToyHead
 from toy_oracle import Transcript
 from treewy.accept import greedy, sampled
 from treewy.cache import Batch, CachePool
-from treewy.draft import Committed, Draft, Drafter, MTPDrafter, NoDrafter, Root
+from treewy.draft import Draft, Drafter, MTPDrafter, NoDrafter, Root
 from treewy.draft.base import Draws
 from treewy.engine import Engine, SamplingParams, TokenKind
 from treewy.engine.request import Request
@@ -198,13 +199,13 @@ class Given(Stream):
 
 
 def propose(draws: Sequence[Draws | None]) -> list[Draft]:
-    """Return what the toy head drafts below one and the same root, once per draw."""
-    hidden = torch.from_numpy(np.random.default_rng(0).normal(size=(3, HIDDEN)))
-    drafter = MTPDrafter(ToyHead(vocab_size=10), len(draws))
-    for slot in range(len(draws)):
-        drafter.allocate(slot)
-        drafter.observe([Committed(slot, hidden, [4, 2, 7])])
-    return drafter.propose([Root(slot, 7, DraftTree.chain(1), draw) for slot, draw in enumerate(draws)])
+    """Return what the toy head drafts after one and the same text, once per draw."""
+    recorder = Recorder(MTPDrafter(ToyHead(vocab_size=10), len(draws)))
+    session = Engine(SMALL, recorder, shape=TREE, max_num_seqs=len(draws)).open()
+    session.add_all([[4, 2, 7]] * len(draws), SamplingParams(max_new_tokens=9))
+    session.step()
+    newest = {rows.slot: rows.tokens[-1] for rows in recorder.shown}
+    return recorder.propose([Root(slot, newest[slot], DraftTree.chain(1), draw) for slot, draw in enumerate(draws)])
 
 
 def test_drafts_that_are_chosen_name_no_law() -> None:
