@@ -9,6 +9,7 @@ from toy_oracle import Transcript
 from treewy.cache import Batch, CachePool, get_policy
 from treewy.cache.layer import AttentionLayer, LinearLayer
 from treewy.model import Target, Verified
+from treewy.ops import gdn
 from treewy.packed import pack
 from treewy.tree import DraftTree
 
@@ -49,15 +50,24 @@ def start(target: Target, pool: CachePool, tokens: Sequence[int]) -> int:
 
 def storages(pool: CachePool) -> list[bytes]:
     """Return the raw bytes of every tensor of the pool."""
-    return [_raw(x) for layer in pool.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    return [_raw(x) for layer in pool.layers for x in layer.tensors()]
+
+
+def current_state(layer: LinearLayer, slot: int) -> torch.Tensor:
+    """Return the state that a slot's checkpoint and history stand for; the slot keeps both."""
+    state = layer.state[slot : slot + 1].clone()
+    if layer.history is not None:
+        history = gdn.History(*(part[slot : slot + 1].clone() for part in layer.history))
+        gdn.fold(state, torch.tensor([0]), history)
+    return state[0]
 
 
 def memory(pool: CachePool, slot: int) -> list[bytes]:
-    """Return the raw bytes of all that `slot` remembers: states, windows, and committed keys and values."""
+    """Return the raw bytes of all that `slot` remembers: states, histories, windows, and committed keys and values."""
     parts = []
     for layer in pool.layers:
         if isinstance(layer, LinearLayer):
-            parts += [layer.state[slot], layer.window[slot]]
+            parts += [x[slot] for x in layer.tensors()]
         if isinstance(layer, AttentionLayer):
             length = pool.length(slot)
             parts += [layer.keys[slot, :length], layer.values[slot, :length]]
@@ -69,7 +79,8 @@ def memory_error(pool: CachePool, slot: int, transcript: Transcript) -> float:
     worst = 0.0
     for index, layer in enumerate(pool.layers):
         if isinstance(layer, LinearLayer):
-            pairs = [(layer.state[slot], transcript.states[index]), (layer.window[slot], transcript.window(index))]
+            state = current_state(layer, slot)
+            pairs = [(state, transcript.states[index]), (layer.window[slot], transcript.window(index))]
         else:
             length = pool.length(slot)
             pairs = [

@@ -6,6 +6,8 @@ from treewy.errors import CapacityError
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Bool, Int, Tensor
 
+INERT = -1
+
 
 def check_slots(slots: Int[Tensor, "B"], num_slots: int) -> None:
     """Check that slots lie in -1..num_slots-1 and that no two sequences share one.

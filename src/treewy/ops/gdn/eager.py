@@ -1,7 +1,8 @@
 """Gated delta rule on trees in PyTorch: runs on every device.
 
-Products with the state run in the compute dtype, float32 or float64. The T x T work always runs in float64: it is small
-beside them, and on nearly equal keys it is where a float32 closed form loses against the walk.
+Products with the state run in the compute dtype, float32 or float64. The T x T work, and that with the C rows of a
+history, always runs in float64: it is small beside them, and on nearly equal keys it is where a float32 closed form loses
+against the walk.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from treewy.ops.dispatch import compute_dtype
-from treewy.ops.gdn.api import Record, Snapshots, Verified
+from treewy.ops.gdn.records import History, Record, Snapshots, Verified
 from treewy.ops.slots import check_slots, gather_slots, live_rows, written
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Bool, Float, Tensor
@@ -29,6 +30,15 @@ class _Dense(NamedTuple):
     state: Float[Tensor, "B H J V K"]
 
 
+class _Past(NamedTuple):
+    """Histories, heads first, unused rows zero. Log decays turn into two weights: G_last and G_last - G_h are at most 0."""
+
+    u: Float[Tensor, "B H J C V"]
+    k: Float[Tensor, "B H 1 C K"]
+    weights: Float[Tensor, "B H J 1 C"]  # exp(G_last - G_h)
+    carried: Float[Tensor, "B H J 1 1"]  # exp(G_last)
+
+
 def verify(
     q: Tensor,
     k: Tensor,
@@ -39,18 +49,20 @@ def verify(
     slots: Tensor,
     tree: PackedTree,
     out_dtype: torch.dtype,
+    history: History | None,
 ) -> Verified:
     """See `api.verify`."""
     check_slots(slots, state.shape[0])
     x = _dense(q, k, v, g, beta, state, slots, tree)
+    past = None if history is None else _past(history, slots)
     dtype = x.v.dtype
     ratios = decay_ratios(x.log_decay, tree.ancestors[:, None, None])
     carried, beta = x.log_decay.exp()[..., None], x.beta.double()[..., None]
-    state_t, keys_t = x.state.transpose(-1, -2), x.k.double().transpose(-1, -2)
+    keys_t = x.k.double().transpose(-1, -2)
 
     couplings = beta * ratios * (x.k.double() @ keys_t)
     couplings = torch.where(tree.strict_ancestors[:, None, None], couplings, couplings.new_zeros(()))
-    residual = beta * (x.v - carried * (x.k @ state_t))
+    residual = beta * (x.v - carried * _read(x.k, x.state, past))
     scores = ratios * (x.q.double() @ keys_t)
     tainted = _tainted(couplings, residual, tree)
     if tainted is not None:
@@ -58,7 +70,7 @@ def verify(
         couplings, scores = (torch.where(clear, y, 0.0) for y in (couplings, scores))
         residual = torch.where(tainted, 0.0, residual)
     u = solve(couplings, residual, tree)
-    o = carried * (x.q @ state_t) + scores @ u
+    o = carried * _read(x.q, x.state, past) + scores @ u
     if tainted is not None:
         u, o = (torch.where(tainted, torch.nan, y) for y in (u, o))
 
@@ -66,6 +78,18 @@ def verify(
     low = (x.log_decay - high.double()).to(dtype)
     record = Record(_packed(u.to(dtype), tree), k.to(dtype), _packed(high, tree), _packed(low, tree))
     return Verified(_masked(_packed(o, tree), live_rows(slots, tree)).to(out_dtype), record)
+
+
+def _read(rows: Float[Tensor, "B H 1 T K"], state: Float[Tensor, "B H J V K"], past: _Past | None) -> Tensor:
+    """Return what the committed state gives for each key or query.
+
+    Source: eq. 14 of docs/theory.md.
+    """
+    read = rows @ state.transpose(-1, -2)
+    if past is None:
+        return read
+    scores = past.weights * (rows.double() @ past.k.transpose(-1, -2))
+    return past.carried * read + scores @ past.u
 
 
 def _tainted(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Bool[Tensor, "B H J T 1"] | None:
@@ -158,6 +182,67 @@ def commit(state: Tensor, slots: Tensor, record: Record, path: PackedPath) -> No
     written_part = u.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)
     old = state[targets].to(dtype)
     state[targets] = (total.to(dtype).exp()[..., None, None] * old + written_part).to(state.dtype)
+
+
+def append(history: History, slots: Tensor, record: Record, path: PackedPath) -> None:
+    """See `api.append`."""
+    check_slots(slots, history.lengths.shape[0])
+    targets, live = written(slots, path)
+    if not len(targets):
+        return
+    valid = path.valid[path.active][live]
+    taken = path.rows[path.active][live][valid]
+    before = history.lengths[targets]
+    seq, step = valid.nonzero(as_tuple=True)
+    places = targets[seq], before[seq] + step
+    log_decay = (
+        _newest_decay(history, targets)[seq] + record.decay_high.double()[taken] + record.decay_low.double()[taken]
+    )
+    high = log_decay.to(history.decay_high.dtype)
+    history.u[places] = record.u[taken].to(history.u.dtype)
+    history.k[places] = record.k[taken].to(history.k.dtype)
+    history.decay_high[places] = high
+    history.decay_low[places] = (log_decay - high.double()).to(history.decay_low.dtype)
+    history.lengths[targets] = before + valid.sum(dim=1)
+
+
+def fold(state: Tensor, slots: Tensor, history: History) -> None:
+    """See `api.fold`."""
+    check_slots(slots, state.shape[0])
+    targets = slots.long()[slots >= 0]
+    targets = targets[history.lengths[targets] > 0]
+    if not len(targets):
+        return
+    past = _past(history, targets)
+    old = state[targets].double().unflatten(1, past.u.shape[1:3])
+    folded = past.carried * old + (past.weights * past.u.transpose(-1, -2)) @ past.k
+    state[targets] = folded.flatten(1, 2).to(state.dtype)
+    history.lengths[targets] = 0
+
+
+def _past(history: History, slots: Tensor) -> _Past:
+    lengths = gather_slots(history.lengths, slots)
+    used = torch.arange(history.num_rows, device=slots.device) < lengths[:, None]
+    num_heads, at = history.k.shape[2], slots.clamp(min=0).long()
+    newest = torch.where((slots >= 0)[:, None], _newest_decay(history, at), 0.0)
+    to_newest = newest[:, None] - history.decay_high[at].double() - history.decay_low[at].double()
+    weights = torch.where(used[..., None], to_newest, -torch.inf).exp()
+    # Unused rows are masked by value, not by weight: 0 * NaN would be NaN.
+    u, k = (torch.where(used[..., None, None], x[at].double(), 0.0) for x in (history.u, history.k))
+    return _Past(
+        u.unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4),
+        k.permute(0, 2, 1, 3)[:, :, None],
+        weights.unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1)[..., None, :],
+        newest.exp().unflatten(1, (num_heads, -1))[..., None, None],
+    )
+
+
+def _newest_decay(history: History, slots: Tensor) -> Float[Tensor, "A HV"]:
+    """Return the log decay from each slot's checkpoint to its newest row, float64; 0 for an empty history."""
+    lengths = history.lengths[slots]
+    newest = (lengths - 1).clamp(min=0)
+    log_decay = history.decay_high[slots, newest].double() + history.decay_low[slots, newest].double()
+    return torch.where((lengths > 0)[:, None], log_decay, 0.0)
 
 
 def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: PackedPath) -> None:
