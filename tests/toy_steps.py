@@ -1,12 +1,12 @@
 """Single steps on the toy target, driven by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from toy_oracle import Transcript
-from treewy.cache import Batch, CachePool, get_policy
+from treewy.cache import Batch, CachePool, Policy, get_policy
 from treewy.cache.layer import AttentionLayer, LinearLayer
 from treewy.model import Target, Verified
 from treewy.ops import gdn
@@ -14,12 +14,12 @@ from treewy.packed import pack
 from treewy.tree import DraftTree
 
 
-def make_pool(target: Target, commit: str = "reconstruct", num_slots: int = 4, **options) -> CachePool:
+def make_pool(target: Target, commit: str | Policy = "reconstruct", num_slots: int = 4, **options) -> CachePool:
     """Return a pool for `target`, as an engine makes it."""
     return CachePool(
         target.layer_specs(),
         num_slots,
-        get_policy(commit),
+        get_policy(commit) if isinstance(commit, str) else commit,
         dtype=target.dtype,
         state_dtype=target.state_dtype,
         device=target.device,
@@ -91,6 +91,20 @@ def memory_error(pool: CachePool, slot: int, transcript: Transcript) -> float:
             assert tuple(got.shape) == want.shape
             worst = max(worst, float(np.abs(got.numpy() - want).max()))
     return worst
+
+
+def raising_at(call: int, function: Callable) -> Callable:
+    """Return `function`, except that its `call`-th call raises."""
+    calls = 0
+
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("planted")
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _raw(x: torch.Tensor) -> bytes:

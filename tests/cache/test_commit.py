@@ -7,7 +7,7 @@ import torch
 
 from tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript
-from toy_steps import feed, make_pool, memory, memory_error, start, storages, verify
+from toy_steps import feed, make_pool, memory, memory_error, raising_at, start, storages, verify
 from treewy.cache import POLICIES, Batch, CachePool, Pending, get_policy
 from treewy.errors import CapacityError, TreeError
 from treewy.model import ToyConfig, ToyTarget
@@ -229,17 +229,3 @@ def test_the_policy_of_a_step_commits_it(commit: str, other: str) -> None:
     oracle = Transcript(TARGET)
     oracle.run([*PROMPT, 11, 3, 4])
     assert memory_error(pool, slot, oracle) < TOY_MEMORY
-
-
-def raising_at(call: int, function: Callable) -> Callable:
-    """Return `function`, except that its `call`-th call raises."""
-    calls = 0
-
-    def wrapper(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("planted")
-        return function(*args, **kwargs)
-
-    return wrapper

@@ -141,8 +141,7 @@ def fold(
 
     Source: eq. 13 of docs/theory.md.
     """
-    if state.ndim != 4:
-        raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")
+    _check_state(state)
     num_heads = history.k.shape[2] if history.k.ndim == 4 else 0
     _check_history(history, tuple(state.shape), num_heads)
     _implementation("gdn.fold", backend).fold(state, slots, history)
@@ -241,6 +240,10 @@ def _check_one_slot_each(slots: Tensor, path: PackedPath) -> None:
 
 def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
     _check_one_slot_each(slots, path)
+    _check_state(state)
+
+
+def _check_state(state: Tensor) -> None:
     if state.ndim != 4:
         raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")
 
