@@ -208,6 +208,7 @@ def test_a_new_tenant_has_no_history(poison: bool) -> None:
     pool.free(slot)
     if poison:
         assert all(part[slot].isnan().all() for layer in pool.layers[::2] for part in layer.history[:4])
+        assert lengths(pool, slot) == {16}
     assert pool.allocate() == slot
     assert lengths(pool, slot) == {0}
     oracle = Transcript(TARGET)

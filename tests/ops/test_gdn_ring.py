@@ -189,6 +189,7 @@ class TestNothingElseIsTouched:
     def test_empty_paths_and_inert_slots_change_no_bit(self, backend):
         problem, history = self.filled(["chain 3", "scattered", "root"], slots=[2, 1, 0], num_slots=4)
         assert history.lengths.tolist() == [2, 2, 0, 0]
+        problem.state[3, 0, 0, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
         record = problem.verify(history=history, backend=backend).record
         state, before = problem.state.clone(), raw([problem.state, *history])
         gdn.append(history, problem.slots, record, pack_paths(problem.tree, [[], [], []]), backend=backend)
@@ -223,6 +224,7 @@ class TestNothingElseIsTouched:
             gdn.append(parts, problem.slots, verified.record, paths, backend=backend)
             assert parts.lengths[[0, 2, 4]].tolist() == [8, 8, 8]
             gdn.fold(state, problem.slots, parts, backend=backend)
+            assert verified.record.u.isfinite().all()
             results.append((verified.o, state[[1, 3]]))
         assert all(map(torch.equal, *results))
         assert results[0][1].isfinite().all()

@@ -214,7 +214,7 @@ def fold(state: Tensor, slots: Tensor, history: History) -> None:
     if not len(targets):
         return
     past = _past(history, targets)
-    old = state[targets].double().unflatten(1, past.u.shape[1:3])
+    old = state[targets].unflatten(1, past.u.shape[1:3])
     folded = past.carried * old + (past.weights * past.u.transpose(-1, -2)) @ past.k
     state[targets] = folded.flatten(1, 2).to(state.dtype)
     history.lengths[targets] = 0
