@@ -5,13 +5,14 @@ history, always runs in float64: it is small beside them, and on nearly equal ke
 against the walk.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.gdn.records import History, Record, Snapshots, Verified
-from treewy.ops.slots import check_slots, gather_slots, live_rows, written
+from treewy.ops.slots import check_slots, gather_slots, kept, written, zero_inert
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Bool, Float, Tensor
 
@@ -52,16 +53,17 @@ def verify(
     history: History | None,
 ) -> Verified:
     """See `api.verify`."""
-    check_slots(slots, state.shape[0])
-    x = _dense(q, k, v, g, beta, state, slots, tree)
+    all_live = check_slots(slots, state.shape[0])
+    x = _dense(q, k, v, g, beta, gather_slots(state, slots, all_live=all_live), tree)
     past = None if history is None else _past(history, slots)
     dtype = x.v.dtype
     ratios = decay_ratios(x.log_decay, tree.ancestors[:, None, None])
     carried, beta = x.log_decay.exp()[..., None], x.beta.double()[..., None]
-    keys_t = x.k.double().transpose(-1, -2)
+    keys = x.k.double()
+    keys_t = keys.transpose(-1, -2)
 
-    couplings = beta * ratios * (x.k.double() @ keys_t)
-    couplings = torch.where(tree.strict_ancestors[:, None, None], couplings, couplings.new_zeros(()))
+    couplings = beta * ratios * (keys @ keys_t)
+    couplings = torch.where(tree.strict_ancestors[:, None, None], couplings, 0.0)
     residual = beta * (x.v - carried * _read(x.k, x.state, past))
     scores = ratios * (x.q.double() @ keys_t)
     tainted = _tainted(couplings, residual, tree)
@@ -77,7 +79,8 @@ def verify(
     high = x.log_decay.to(dtype)
     low = (x.log_decay - high.double()).to(dtype)
     record = Record(_packed(u.to(dtype), tree), k.to(dtype), _packed(high, tree), _packed(low, tree))
-    return Verified(_masked(_packed(o, tree), live_rows(slots, tree)).to(out_dtype), record)
+    o = zero_inert(_packed(o.to(out_dtype), tree), slots, tree, all_live=all_live)
+    return Verified(o, record)
 
 
 def _read(rows: Float[Tensor, "B H 1 T K"], state: Float[Tensor, "B H J V K"], past: _Past | None) -> Tensor:
@@ -97,6 +100,9 @@ def _tainted(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Bool[Tens
 
     0 * NaN is NaN: such rows must leave every product, or one bad draft would spoil its siblings and its root.
     """
+    # One sum tells the usual case: a sum of finite numbers that overflows float64 only looks closer than it needs to.
+    if math.isfinite((residual.sum() + couplings.sum()).item()):
+        return None
     bad = ~(residual.isfinite().all(-1) & couplings.isfinite().all(-1))
     if not bool(bad.any()):
         return None
@@ -119,6 +125,8 @@ def solve(couplings: Tensor, residual: Tensor, tree: PackedTree) -> Tensor:
 
     Source: eq. 9 of docs/theory.md.
     """
+    if tree.max_depth == 0:
+        return residual
     if tree.max_depth >= SOLVE_TRIANGULAR_DEPTH:
         return torch.linalg.solve_triangular(couplings, residual, upper=False, unitriangular=True)
     depth = tree.depth_dense[:, None, None, :, None]
@@ -141,12 +149,12 @@ def verify_snapshots(
     out_dtype: torch.dtype,
 ) -> Verified:
     """See `api.verify_snapshots`."""
-    check_slots(slots, state.shape[0])
+    all_live = check_slots(slots, state.shape[0])
     dtype = compute_dtype(q, k, v, g, beta, state)
     group = v.shape[1] // q.shape[1]
     q, k = (x.to(dtype).repeat_interleave(group, dim=1) for x in (q, k))
     v, decay, beta = v.to(dtype), g.to(dtype).exp(), beta.to(dtype)
-    committed = gather_slots(state, slots).to(dtype)
+    committed = gather_slots(state, slots, all_live=all_live).to(dtype)
     wide, o = v.new_zeros(tree.num_rows, *state.shape[1:]), torch.zeros_like(v)
     seq, parents, depth = tree.seq_of_row, tree.parents, tree.depth
     offsets = tree.cu_rows[seq.clamp(min=0)]
@@ -158,40 +166,44 @@ def verify_snapshots(
         error = v[rows] - (decayed * k[rows][..., None, :]).sum(-1)
         after = decayed + (beta[rows][..., None] * error)[..., None] * k[rows][..., None, :]
         wide[rows], o[rows] = after, (after * q[rows][..., None, :]).sum(-1)
-    live = live_rows(slots, tree)
-    return Verified(_masked(o, live).to(out_dtype), Snapshots(wide.to(state.dtype, copy=True)))
+    o = zero_inert(o, slots, tree, all_live=all_live)
+    return Verified(o.to(out_dtype), Snapshots(wide.to(state.dtype, copy=True)))
 
 
 def commit(state: Tensor, slots: Tensor, record: Record, path: PackedPath) -> None:
     """See `api.commit`."""
-    check_slots(slots, state.shape[0])
-    targets, live = written(slots, path)
+    all_live = check_slots(slots, state.shape[0])
+    targets, live = written(slots, path, all_live=all_live)
     if not len(targets):
         return
-    dtype = record.u.dtype
-    rows = path.rows[path.active][live]
-    valid = path.valid[path.active][live]
-    safe = torch.where(valid, rows, 0)
-    log_decay = record.decay_high.double()[safe] + record.decay_low.double()[safe]
-    total = record.decay_high.double()[path.last_rows[live]] + record.decay_low.double()[path.last_rows[live]]
-    weights = torch.where(valid[..., None], total[:, None] - log_decay, -torch.inf).to(dtype).exp()
-    group = record.u.shape[1] // record.k.shape[1]
-    # Padding rows are masked by value, not by weight: 0 * NaN would be NaN.
-    u = torch.where(valid[..., None, None], record.u[safe], 0) * weights[..., None]
-    keys = torch.where(valid[..., None, None], record.k[safe], 0).repeat_interleave(group, dim=2)
-    written_part = u.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)
-    old = state[targets].to(dtype)
-    state[targets] = (total.to(dtype).exp()[..., None, None] * old + written_part).to(state.dtype)
+    dtype, group = record.u.dtype, record.u.shape[1] // record.k.shape[1]
+    rows = kept(path.active_rows, live)
+    valid = None if path.is_even else rows < path.tree.num_rows
+    rows = rows if valid is None else torch.where(valid, rows, 0)
+    log_decay = record.decay_high.double() + record.decay_low.double()
+    total = log_decay[kept(path.last_rows, live)]
+    weights = total[:, None] - log_decay[rows]
+    u, keys = record.u[rows], record.k[rows]
+    if valid is not None:
+        weights = torch.where(valid[..., None], weights, -torch.inf)
+        # Padding rows are masked by value, not by weight alone: 0 * NaN would be NaN.
+        u, keys = (torch.where(valid[..., None, None], x, 0) for x in (u, keys))
+    u = u * weights.to(dtype).exp()[..., None]
+    written_part = u.permute(0, 2, 3, 1).unflatten(1, (-1, group)) @ keys.permute(0, 2, 1, 3)[:, :, None]
+    old = state.index_select(0, targets).to(dtype)
+    after = total.to(dtype).exp()[..., None, None] * old + written_part.flatten(1, 2)
+    state.index_copy_(0, targets, after.to(state.dtype))
 
 
 def append(history: History, slots: Tensor, record: Record, path: PackedPath) -> None:
     """See `api.append`."""
-    check_slots(slots, history.lengths.shape[0])
-    targets, live = written(slots, path)
+    all_live = check_slots(slots, history.lengths.shape[0])
+    targets, live = written(slots, path, all_live=all_live)
     if not len(targets):
         return
-    valid = path.valid[path.active][live]
-    taken = path.rows[path.active][live][valid]
+    rows = kept(path.active_rows, live)
+    valid = rows < path.tree.num_rows
+    taken = rows[valid]
     before = history.lengths[targets]
     seq, step = valid.nonzero(as_tuple=True)
     places = targets[seq], before[seq] + step
@@ -247,16 +259,14 @@ def _newest_decay(history: History, slots: Tensor) -> Float[Tensor, "A HV"]:
 
 def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: PackedPath) -> None:
     """See `api.commit_snapshots`."""
-    check_slots(slots, state.shape[0])
-    targets, live = written(slots, path)
+    all_live = check_slots(slots, state.shape[0])
+    targets, live = written(slots, path, all_live=all_live)
     if len(targets):
-        state[targets] = record.states[path.last_rows[live]].to(state.dtype)
+        state.index_copy_(0, targets, record.states[kept(path.last_rows, live)].to(state.dtype))
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor, tree: PackedTree
-) -> _Dense:
-    dtype = compute_dtype(q, k, v, g, beta, state)
+def _dense(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, committed: Tensor, tree: PackedTree) -> _Dense:
+    dtype = compute_dtype(q, k, v, g, beta, committed)
     num_heads = q.shape[1]
 
     def heads_first(x: Tensor) -> Tensor:
@@ -266,7 +276,7 @@ def _dense(
 
     per_row = heads_first(g).double()
     log_decay = torch.where(tree.ancestors[:, None, None], per_row[..., None, :], 0.0).sum(-1)
-    committed = gather_slots(state, slots).to(dtype).unflatten(1, (num_heads, -1))
+    committed = committed.to(dtype).unflatten(1, (num_heads, -1))
     return _Dense(heads_first(q), heads_first(k), heads_first(v), log_decay, heads_first(beta), committed)
 
 
@@ -274,7 +284,3 @@ def _packed(dense: Tensor, tree: PackedTree) -> Tensor:
     """Bring [B, H, J, T, ...] to packed rows [N, HV, ...]."""
     rows_first = dense.movedim(3, 1)
     return tree.to_packed(rows_first.flatten(2, 3))
-
-
-def _masked(o: Tensor, live: Bool[Tensor, "N"]) -> Tensor:
-    return torch.where(live[:, None, None], o, o.new_zeros(()))
