@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewy.draft import Committed, Drafter, Root
+from treewy.draft import Committed, Draft, Drafter, Root
 from treewy.tree import DraftTree
 
 
@@ -50,8 +50,8 @@ class ScriptedDrafter(Drafter):
             assert rows.hidden.shape[0] == len(rows.tokens)
             self.known[rows.slot] += rows.tokens
 
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
-        return [self._propose(root) for root in roots]
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
+        return [Draft(self._propose(root)) for root in roots]
 
     def _propose(self, root: Root) -> DraftTree:
         known = self.known[root.slot]
@@ -115,6 +115,7 @@ class Recorder(Drafter):
         self.shown += committed
         self.inner.observe(committed)
 
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
-        self.trees.append(self.inner.propose(roots))
-        return self.trees[-1]
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
+        drafts = self.inner.propose(roots)
+        self.trees.append([draft.tree for draft in drafts])
+        return drafts

@@ -114,15 +114,6 @@ def test_cut() -> None:
     assert accepted.cut(1) == Accepted([0], [3], is_bonus=False)
 
 
-def test_no_coin_is_tossed() -> None:
-    """Greedy decoding uses up no randomness."""
-
-    def coin() -> float:
-        raise AssertionError("tossed")
-
-    assert greedy(SCATTERED, one_hot([3, 0, 0, 4, 9]), coin).path == [0, 3, 4]
-
-
 def test_a_bare_shape_is_refused() -> None:
     with pytest.raises(ShapeError, match="bare shape"):
         greedy(DraftTree.chain(2), one_hot([1, 2, 3]))

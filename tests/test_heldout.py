@@ -123,7 +123,7 @@ def test_each_nodes_logits_are_its_root_paths_run_as_a_chain() -> None:
             prefill(machine_of._machine, [request], 64)
         slot = request.slot
         assert slot is not None
-        (tree,) = machine_of.drafter.propose([Root(slot, request.output[-1], SHAPES["tree"])])
+        ((tree, _),) = machine_of.drafter.propose([Root(slot, request.output[-1], SHAPES["tree"])])
         assert tree.tokens is not None
 
         def logits(draft: DraftTree) -> torch.Tensor:

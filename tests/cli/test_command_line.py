@@ -122,10 +122,30 @@ def test_bad_usage_gets_one_clear_line_and_code_2(
     assert said in line
 
 
-def test_sampling_is_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    code, line = refused(capsys, "generate", PROMPT, "--temperature", "0.8")
-    assert code == 1
-    assert "0.8" in line
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temperature", "0.8", "--compare"),
+        ("--temperature", "-1"),
+        ("--top-p", "0"),
+        ("--top-k", "-3"),
+        ("--min-p", "2"),
+        ("--temperature", "0.8", "--seed", "-3"),
+    ],
+)
+def test_impossible_sampling_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, line = refused(capsys, "generate", PROMPT, *arguments)
+    assert code == 2
+    assert arguments[-1] in line or "compare" in line
+
+
+def test_a_seed_makes_sampling_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed that a run without one reports gives the same text again, and another gives another."""
+    options = ("--max-new-tokens", "24", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01")
+    first = run_json(capsys, *options)
+    assert run_json(capsys, *options, "--seed", str(first["seed"]))["token_ids"] == first["token_ids"]
+    assert run_json(capsys, *options, "--seed", str(first["seed"] + 1))["token_ids"] != first["token_ids"]
+    assert "seed" not in run_json(capsys, "--max-new-tokens", "4")
 
 
 def _truncate(folder: Path) -> None:

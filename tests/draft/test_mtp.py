@@ -57,7 +57,7 @@ def propose(
     drafter: MTPDrafter, slots: Sequence[int], tokens: Sequence[int], shapes: Sequence[DraftTree]
 ) -> list[tuple]:
     roots = [Root(slot, token, shape) for slot, token, shape in zip(slots, tokens, shapes, strict=True)]
-    trees = drafter.propose(roots)
+    trees = [draft.tree for draft in drafter.propose(roots)]
     assert [tree.parents for tree in trees] == [shape.parents for shape in shapes]
     return [tree.tokens for tree in trees]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from treewy.cache import POLICIES
-from treewy.draft import NoDrafter
+from treewy.draft import Draft, NoDrafter
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.request import check_finite
 from treewy.errors import TreeError, TreeWYError
@@ -23,11 +23,13 @@ class Proposes(NoDrafter):
 
     def propose(self, roots):
         if self.trees:
-            return self.trees(roots)
+            return [Draft(tree) for tree in self.trees(roots)]
         return [
-            DraftTree([-1, 0, 1, 0], [root.token, self.token, 5, 6])
-            if root.shape.num_drafts
-            else DraftTree([-1], [root.token])
+            Draft(
+                DraftTree([-1, 0, 1, 0], [root.token, self.token, 5, 6])
+                if root.shape.num_drafts
+                else DraftTree([-1], [root.token])
+            )
             for root in roots
         ]
 

@@ -9,7 +9,7 @@ from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
 from toy_oracle import continuation
 from treewy.cache import CachePool
-from treewy.draft import Drafter, NoDrafter, Root
+from treewy.draft import Draft, Drafter, NoDrafter, Root
 from treewy.engine import Engine, SamplingParams
 from treewy.errors import CapacityError, RequestError, TreeError, TreeWYError, UnsupportedError
 from treewy.model import ToyConfig, ToyTarget
@@ -53,7 +53,20 @@ def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"temperature": 0.7}, UnsupportedError, "Only greedy decoding"),
+        ({"repetition_penalty": 1.1}, UnsupportedError, "repetition_penalty=1.1"),
+        ({"presence_penalty": 0.5}, UnsupportedError, "presence_penalty=0.5"),
+        ({"frequency_penalty": -0.5}, UnsupportedError, "frequency_penalty=-0.5"),
+        ({"min_tokens": 3}, UnsupportedError, "min_tokens=3"),
+        ({"logit_bias": {3: 1.0}}, UnsupportedError, "logit_bias="),
+        ({"bad_words": ["x"]}, UnsupportedError, "bad_words="),
+        ({"grammar": "root ::= x"}, UnsupportedError, "grammar="),
+        ({"temperature": float("inf")}, RequestError, "finite temperature"),
+        ({"top_p": 0.0}, RequestError, "top_p must lie"),
+        ({"top_k": -1}, RequestError, "top_k must be"),
+        ({"min_p": 1.5}, RequestError, "min_p must lie"),
+        ({"seed": -1}, RequestError, "seed must be"),
+        ({"drafts": "beam"}, RequestError, "drafts must be"),
+        ({"logprobs": -1}, RequestError, "logprobs must be"),
         ({"temperature": -1.0}, RequestError, "at least 0; got -1"),
         ({"temperature": float("nan")}, RequestError, "at least 0; got nan"),
         ({"max_new_tokens": 0}, RequestError, "at least 1; got 0"),
@@ -238,8 +251,8 @@ def test_a_drafter_that_drafts_beyond_the_vocabulary() -> None:
     """Faults L06 and H16: refused by name, before the id reaches an embedding."""
 
     class Foreign(NoDrafter):
-        def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
-            return [DraftTree([-1, 0], [root.token, 64]) for root in roots]
+        def propose(self, roots: Sequence[Root]) -> list[Draft]:
+            return [Draft(DraftTree([-1, 0], [root.token, 64])) for root in roots]
 
     engine = Engine(TARGET, Foreign(), shape=TREE)
     with pytest.raises(TreeError, match=r"lie in 0\.\.63; Foreign drafted 64"):

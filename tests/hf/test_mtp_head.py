@@ -14,7 +14,7 @@ from hf_steps import continuation, forward, relative_error
 from mtp_oracle import MTPOracle
 from tolerances import HF_LOGITS
 from treewy.cache import AttentionSpec, CachePool, get_policy
-from treewy.draft import Committed, Drafter, MTPDrafter, Root
+from treewy.draft import Committed, Draft, Drafter, MTPDrafter, Root
 from treewy.engine import Engine, SamplingParams
 from treewy.errors import RequestError
 from treewy.hf import HFMTPHead, HFTarget
@@ -85,7 +85,9 @@ def test_tree_rows_are_their_root_paths(model: PreTrainedModel, head: HFMTPHead,
         shown(drafter, model, slot, text, [len(text) - 1])
     head.logits = spy
     try:
-        trees = drafter.propose([Root(n, text[-1], SHAPES[n]) for n, text in enumerate(TEXTS)])
+        trees = [
+            draft.tree for draft in drafter.propose([Root(n, text[-1], SHAPES[n]) for n, text in enumerate(TEXTS)])
+        ]
     finally:
         del head.logits
     assert len(outputs) == max(shape.max_depth for shape in SHAPES)
@@ -106,7 +108,7 @@ def test_trees_equal_the_naive_growth(model: PreTrainedModel, head: HFMTPHead, o
     for slot, text in enumerate(TEXTS):
         drafter.allocate(slot)
         shown(drafter, model, slot, text, [len(text) - 1])
-    trees = drafter.propose([Root(n, text[-1], SHAPES[n]) for n, text in enumerate(TEXTS)])
+    trees = [draft.tree for draft in drafter.propose([Root(n, text[-1], SHAPES[n]) for n, text in enumerate(TEXTS)])]
     for text, shape, tree in zip(TEXTS, SHAPES, trees, strict=True):
         want = oracle.propose(text, forward(model, text[:-1]).hidden, shape)
         assert (tree.parents, tree.tokens) == (want.parents, want.tokens)
@@ -125,7 +127,7 @@ def test_any_history_gives_the_same_drafts(model: PreTrainedModel, head: HFMTPHe
             start += size
             drafter.propose([Root(1, text[start], SHAPES[number % len(SHAPES)])])
             assert drafter.cache.length(drafter._slot_of[1]) == start
-        tree = drafter.propose([Root(1, text[-1], SHAPES[1])])[0]
+        tree = drafter.propose([Root(1, text[-1], SHAPES[1])])[0].tree
         wanted = wanted or tree.tokens
         assert tree.tokens == wanted
 
@@ -145,7 +147,7 @@ class Pauses(Drafter):
     def observe(self, committed: Sequence[Committed]) -> None:
         self.inner.observe(committed)
 
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
         self.step += 1
         if not self.drafts[(self.step - 1) % len(self.drafts)]:
             roots = [root._replace(shape=DraftTree([-1])) for root in roots]

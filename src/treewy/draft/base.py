@@ -1,9 +1,11 @@
 """The Drafter port, and the drafter that drafts nothing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+from treewy.sampling import Law, Stream
 from treewy.shapes import Float, Tensor
 from treewy.tree import DraftTree
 
@@ -22,16 +24,48 @@ class Committed(NamedTuple):
     tokens: Sequence[int]
 
 
+class Draws(NamedTuple):
+    """How a sequence wants its drafts drawn: from this law of the drafter's logits, with these numbers."""
+
+    law: Law
+    stream: Stream
+
+
 class Root(NamedTuple):
-    """A sequence that wants a draft: its slot, its newest token and the shape to fill."""
+    """A sequence that wants a draft.
+
+    Attributes:
+        slot: Its slot.
+        token: Its newest token.
+        shape: The shape to fill.
+        draws: None asks for the most likely children; else for drawn ones, of a drafter that can draw.
+    """
 
     slot: int
     token: int
     shape: DraftTree
+    draws: Draws | None = None
+
+
+class Draft(NamedTuple):
+    """A proposed tree, and how its tokens came about.
+
+    Attributes:
+        tree: The tree, root token first.
+        laws: For each row whose children were drawn, one after the other without replacement: the law of the first.
+            Rows that are missing had theirs chosen. A law that is not the true one spoils the text, not just the draft.
+    """
+
+    tree: DraftTree
+    laws: Mapping[int, Float[Tensor, "vocab"]] = MappingProxyType({})
 
 
 class Drafter(ABC):
-    """Proposes trees. Wrong drafts cost time, never correctness."""
+    """Proposes trees. Wrong drafts cost time, never correctness.
+
+    A drafter that draws uses the root's stream alone, and as much of it as this sequence's own tree needs: what a request
+    decodes must not depend on its neighbours.
+    """
 
     @abstractmethod
     def allocate(self, slot: int) -> None:
@@ -46,8 +80,8 @@ class Drafter(ABC):
         """Take in what a step committed: every row of every sequence, exactly once and in order."""
 
     @abstractmethod
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
-        """Return one tree per root, of the shape asked for or a prefix of it, root token first."""
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
+        """Return one draft per root, of the shape asked for or a prefix of it, root token first."""
 
 
 class NoDrafter(Drafter):
@@ -62,6 +96,6 @@ class NoDrafter(Drafter):
     def observe(self, committed: Sequence[Committed]) -> None:
         """See `Drafter.observe`."""
 
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
         """Return the root alone."""
-        return [DraftTree([-1], [root.token]) for root in roots]
+        return [Draft(DraftTree([-1], [root.token])) for root in roots]

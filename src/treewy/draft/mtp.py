@@ -16,9 +16,10 @@ import torch
 from treewy.cache import AttentionSpec, CachePool
 from treewy.cache.layer import AttentionLayer
 from treewy.cache.policy import Reconstruct
-from treewy.draft.base import Committed, Drafter, Root
+from treewy.draft.base import Committed, Draft, Drafter, Root
 from treewy.ops import attention
 from treewy.packed import PackedTree, pack
+from treewy.sampling import draw_without_replacement
 from treewy.shapes import Float, Int, Tensor
 from treewy.tree import DraftTree
 
@@ -58,7 +59,7 @@ class MTPHead(ABC):
 
 
 class MTPDrafter(Drafter):
-    """Grows a tree level by level: each row's children are the head's most likely tokens after it.
+    """Grows a tree level by level: each row's children are the head's most likely tokens after it, or drawn from its law.
 
     Args:
         head: The head.
@@ -107,7 +108,7 @@ class MTPDrafter(Drafter):
         for rows, end in zip(committed, tree.starts[1:], strict=True):
             self._root_hidden[rows.slot] = y[end - 1]
 
-    def propose(self, roots: Sequence[Root]) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root]) -> list[Draft]:
         """Grow every root's shape, all sequences level by level together."""
         tree = pack([root.shape for root in roots], device=self.head.device)
         # As in `_levels`: a root that drafts nothing is in no level.
@@ -116,16 +117,34 @@ class MTPDrafter(Drafter):
         growth = _Growth(self.cache, tree, [self._slot_of[root.slot] for root in roots])
         tokens = self._tokens([0] * tree.num_rows)
         tokens[list(tree.starts[:-1])] = self._tokens([root.token for root in roots])
+        laws: list[dict[int, Tensor]] = [{} for _ in roots]
         for level in _levels(tree):
             if level.depth > 0:
                 growth.level = level
                 hidden = self.head.forward(tokens[level.rows], hidden, growth.positions[level.rows], growth)
-            top = self.head.logits(hidden).topk(level.max_children, dim=-1).indices
-            tokens[level.child_rows] = top[level.child_parents, level.child_ranks]
+            children = self._children(self.head.logits(hidden), level, roots, laws)
+            tokens[level.child_rows] = children[level.child_parents, level.child_ranks]
             hidden = hidden[level.next_parents]
         drafted = tokens.tolist()
         ends = zip(tree.starts, tree.starts[1:], strict=False)
-        return [root.shape.with_tokens(drafted[a:b]) for root, (a, b) in zip(roots, ends, strict=True)]
+        trees = [root.shape.with_tokens(drafted[a:b]) for root, (a, b) in zip(roots, ends, strict=True)]
+        return [Draft(*pair) for pair in zip(trees, laws, strict=True)]
+
+    def _children(
+        self, logits: Float[Tensor, "R vocab"], level: "_Level", roots: Sequence[Root], laws: list[dict[int, Tensor]]
+    ) -> Int[Tensor, "R X"]:
+        """Return each row's children in order, and note in `laws` what drawn ones were drawn from."""
+        children = logits.topk(level.max_children, dim=-1).indices
+        for seq, (root, (first, rows, width)) in enumerate(zip(roots, level.spans, strict=True)):
+            if root.draws is None or not rows:
+                continue
+            span = slice(first, first + len(rows))
+            # A law that is not a number becomes one without support: its children are chosen.
+            law = root.draws.law.probabilities(logits[span]).nan_to_num(0.0)
+            uniforms = torch.from_numpy(root.draws.stream.uniform(len(rows), width)).to(logits.device)
+            children[span, :width] = draw_without_replacement(law, uniforms)
+            laws[seq].update(zip(rows, law, strict=True))
+        return children
 
     def _tokens(self, ids: Sequence[int]) -> Int[Tensor, "R"]:
         return torch.tensor(list(ids), dtype=torch.int64, device=self.head.device)
@@ -140,6 +159,7 @@ class _Level(NamedTuple):
     prefix_rows: Int[Tensor, "N'"]  # packed rows of the full trees that `prefix` holds
     first_query: list[int]
     max_children: int
+    spans: list[tuple[int, list[int], int]]  # per sequence: its first output, its rows, its most children
     child_rows: Int[Tensor, "X"]  # packed rows filled from this level's outputs
     child_parents: Int[Tensor, "X"]  # index into this level's outputs
     child_ranks: Int[Tensor, "X"]
@@ -174,6 +194,7 @@ def _levels(tree: PackedTree) -> list[_Level]:
                 prefix_rows=_index([tree.starts[seq] + row for seq, n in enumerate(kept) for row in range(n)], tree),
                 first_query=[n - len(rows) for n, rows in zip(kept, runs, strict=True)],
                 max_children=max(rank for _, _, rank in children) + 1,
+                spans=_spans(shapes, runs),
                 child_rows=_index([row for row, _, _ in children], tree),
                 child_parents=_index([parent for _, parent, _ in children], tree),
                 child_ranks=_index([rank for _, _, rank in children], tree),
@@ -181,6 +202,14 @@ def _levels(tree: PackedTree) -> list[_Level]:
             )
         )
     return levels
+
+
+def _spans(shapes: list[DraftTree], runs: list[list[int]]) -> list[tuple[int, list[int], int]]:
+    spans, first = [], 0
+    for shape, rows in zip(shapes, runs, strict=True):
+        spans.append((first, rows, max((len(shape.children(row)) for row in rows), default=0)))
+        first += len(rows)
+    return spans
 
 
 def _rows_at(shape: DraftTree, depth: int) -> list[int]:

@@ -10,8 +10,9 @@ from treewy.engine import Engine
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.checkpoint import load_model, load_mtp_weights, load_tokenizer, resolve
+from treewy.hf.families import check_head
 from treewy.hf.mtp import HFMTPHead
-from treewy.hf.target import HFTarget
+from treewy.hf.target import HFTarget, text_model
 from treewy.tree import DraftTree
 
 DRAFTERS = ("mtp", "none")
@@ -88,6 +89,7 @@ def build_drafter(model: PreTrainedModel, draft: str, folder: Path | None, num_s
         raise UnsupportedError(f"A drafter must be one of {', '.join(DRAFTERS)}; got {draft!r}. Choose one of them.")
     if draft == "none":
         return NoDrafter()
+    check_head(text_model(model).config)
     weights = None if folder is None else load_mtp_weights(folder)
     if weights is None:
         raise RequestError(
