@@ -278,7 +278,10 @@ class TestRefusals:
         with pytest.raises(CapacityError, match=r"slot 1 holds 3 of 5 rows and the path has 3\. Fold"):
             gdn.append(history, problem.slots, record, path, backend=backend)
         assert same_bits(raw(history), before)
-        assert gdn.fits(history, torch.tensor([-1, -1]), path).all()
+        short = empty_history(problem.state, 2, 2)
+        assert gdn.fits(short, torch.tensor([-1, -1]), path).all()
+        gdn.append(short, torch.tensor([0, -1]), record, path, backend=backend)
+        assert short.lengths.tolist() == [1, 0]
 
     def test_the_last_row_fits(self):
         problem = batch(["chain 3"])
