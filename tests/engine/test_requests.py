@@ -83,7 +83,7 @@ def test_bad_params(options: dict, error: type[TreeWYError], message: str) -> No
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct; got 'replay'"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring; got 'replay'"),
         ({"prefill_chunk": 0}, RequestError, r"prefill_chunk must lie in 1\.\.4096"),
         ({"max_num_seqs": 0}, CapacityError, "at least one slot"),
     ],

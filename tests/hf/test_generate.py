@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCondit
 import treewy
 from fixtures import EOS, VOCAB, write_checkpoint
 from hf_steps import continuation, state_of
+from treewy.cache import POLICIES
 from treewy.errors import RequestError, ShapeError, TreeWYError, UnsupportedError
 from treewy.hf import attach
 from treewy.hf.checkpoint import load_mtp_weights
@@ -38,7 +39,7 @@ def unchanged(text_model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     assert torch.equal(text_model(torch.tensor([[1, 2, 3]])).logits, logits)
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("shape", [None, TREE])
 def test_equals_generate(model: PreTrainedModel, commit: str, shape: DraftTree | None) -> None:
     """A left-padded batch, by the head and by stock: same tokens, same layout."""
@@ -224,7 +225,7 @@ def test_a_model_that_was_not_loaded(
         ({"attention_mask": torch.zeros(1, 3, dtype=torch.int64)}, RequestError, "prompt 0 is empty"),
         ({"input_ids": torch.tensor([[1, VOCAB]])}, RequestError, f"prompt 0 holds {VOCAB}"),
         ({"draft": "eagle"}, UnsupportedError, "mtp, none; got 'eagle'"),
-        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring"),
         ({"max_new_tokens": 0}, RequestError, "at least 1"),
         ({"checkpoint": "/nowhere"}, RequestError, "'/nowhere' is neither"),
     ],

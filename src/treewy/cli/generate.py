@@ -30,8 +30,9 @@ class Generate:
     """Draft tree by children per level, as in 3,3,3."""
     chain: Annotated[int | None, arg(metavar="INT")] = None
     """Draft chain of this many tokens. Left out: 3, unless there is a tree."""
-    commit: Literal["store_all", "reconstruct"] = "reconstruct"
-    """store_all keeps a state per draft until one is accepted (the baseline); reconstruct rebuilds the accepted one."""
+    commit: Literal["store_all", "reconstruct", "ring"] = "reconstruct"
+    """store_all keeps a state per draft until one is accepted (the baseline); reconstruct rebuilds the accepted one; ring
+    collects accepted rows and writes the state once in many."""
     max_new_tokens: int = 64
     """Most tokens to generate."""
     temperature: float = 0.0
@@ -49,7 +50,7 @@ class Generate:
     device: str = "auto"
     """cpu, cuda or cuda:N. auto: the GPU if there is one."""
     compare: Annotated[bool, FlagCreatePairsOff] = False
-    """Also decode under the other commit policy, without drafts and with stock transformers, and compare."""
+    """Also decode under the other commit policies, without drafts and with stock transformers, and compare."""
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print one JSON object instead of text."""
 

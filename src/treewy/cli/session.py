@@ -106,7 +106,7 @@ class Session:
                 show(piece, STYLES[kind])
 
     def compare(self, generation: Generation) -> dict[str, Any]:
-        """Decode again without drafts, under the other policy and with stock transformers; return all side by side."""
+        """Decode again without drafts, under the other policies and with stock transformers; return all side by side."""
         with status("decoding without drafts"):
             none = self._variant("none", "reconstruct")
         by_policy = {self.options.commit: generation}

@@ -23,7 +23,7 @@ class Engine:
         target: The model.
         drafter: Proposes trees; made for at least `max_num_seqs` slots.
         shape: Draft shape of requests that bring none of their own.
-        commit: Commit policy: "store_all" or "reconstruct".
+        commit: Commit policy: "store_all", "reconstruct" or "ring".
         tokenizer: Needed for text prompts, text results and stop strings.
         eos_ids: Tokens that end a text.
         max_num_seqs: Requests decoded at once; more wait.

@@ -51,7 +51,7 @@ def generate(
         checkpoint: Folder or hub id whose files hold the head's `mtp.*` tensors; default: where the model was loaded
             from.
         shape: Draft shape; default a chain of 3.
-        commit: "store_all" or "reconstruct".
+        commit: "store_all", "reconstruct" or "ring".
         ignore_eos: Go on past the end-of-text token.
 
     Returns:

@@ -34,7 +34,7 @@ def load(
         model: A folder or hub id; None for the small trained checkpoint that ships with treewy.
         draft: "mtp" or "none".
         shape: Draft shape; default a chain of 3.
-        commit: "store_all" or "reconstruct".
+        commit: "store_all", "reconstruct" or "ring".
         dtype: Default: bfloat16 on a GPU, float32 on a CPU.
         device: Default: the GPU if there is one.
         max_num_seqs: Requests decoded at once.
