@@ -7,7 +7,6 @@ in every row of one temperature; tests prove that, not this.
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import record
