@@ -32,7 +32,9 @@ class Script:
 
     def rows(self, slot: int, start: int, end: int) -> Committed:
         """Return what a step that commits positions start..end-1 shows: the token after each row."""
-        return Committed(slot, torch.from_numpy(self.hidden[start:end]), self.tokens[start + 1 : end + 1])
+        return Committed(
+            slot, torch.from_numpy(self.hidden[start:end]), self.tokens[start + 1 : end + 1], self.tokens[start]
+        )
 
     def naive(self, length: int, shape: DraftTree) -> list[int]:
         """Return the tokens that the head drafts after `length` committed rows, every row's root path run whole."""

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from treewy.cache import POLICIES
 from treewy.cli.generate import Generate, summary
-from treewy.draft import parse_shape
+from treewy.draft import Shape, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
 from treewy.engine.request import check_finite
@@ -27,7 +27,6 @@ from treewy.errors import RequestError
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
 from treewy.hf.load import build_engine, eos_ids, resolve_dtype
 from treewy.hf.stock import stock_generate
-from treewy.tree import DraftTree
 
 STYLES = {
     TokenKind.PREFILL: "default",
@@ -47,7 +46,7 @@ class Session:
     folder: Path
     model: PreTrainedModel
     tokenizer: Tokenizer
-    shape: DraftTree
+    shape: Shape
     params: SamplingParams
     prompt: list[int]
 

@@ -7,14 +7,15 @@ from time import perf_counter
 import torch
 
 from treewy.cache import CachePool, get_policy
-from treewy.draft import Drafter
+from treewy.draft import Drafter, Shape
+from treewy.draft.shape import in_level_order, most_children
 from treewy.engine.request import Generation, Request, SamplingParams, finished
 from treewy.engine.scheduler import Scheduler
 from treewy.engine.step import Machine, prefill, speculate
 from treewy.engine.stream import Detokenizer, StreamEvent, Tokenizer
 from treewy.errors import CapacityError, RequestError
 from treewy.model import Target
-from treewy.tree import MAX_ROWS, DraftTree, topology
+from treewy.tree import MAX_ROWS
 
 Prompt = str | Sequence[int]
 
@@ -25,7 +26,7 @@ class Engine:
     Args:
         target: The model.
         drafter: Proposes trees; made for at least `max_num_seqs` slots.
-        shape: Draft shape of requests that bring none of their own.
+        shape: Draft shape, or budget, of requests that bring none of their own.
         commit: Commit policy: "store_all" or "reconstruct".
         tokenizer: Needed for text prompts, text results and stop strings.
         eos_ids: Tokens that end a text.
@@ -41,7 +42,7 @@ class Engine:
         target: Target,
         drafter: Drafter,
         *,
-        shape: DraftTree,
+        shape: Shape,
         commit: str = "reconstruct",
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
@@ -154,8 +155,8 @@ class Engine:
                 f"Token ids must lie in 0..{self.target.vocab_size - 1}; prompt {place} holds {bad}. "
                 "Use the model's own tokenizer."
             )
-        shape = (params.shape or self.shape).breadth_first()
-        widest = max(map(len, topology(shape.parents).children))
+        shape = in_level_order(params.shape or self.shape)
+        widest = most_children(shape)
         if widest > self.target.vocab_size:
             raise RequestError(
                 f"A row can have at most as many children as there are tokens, {self.target.vocab_size}; the shape of prompt "

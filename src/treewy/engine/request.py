@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from treewy.draft import Shape
 from treewy.engine.stream import Detokenizer, TokenKind
 from treewy.errors import RequestError, TreeWYError, UnsupportedError
 from treewy.tree import DraftTree
@@ -17,7 +18,7 @@ class SamplingParams:
         temperature: 0 for greedy decoding, the only kind so far.
         stop: Strings at which the text ends; the string itself is not part of the text.
         ignore_eos: Go on past the end-of-text token.
-        shape: Draft shape of this request; None for the engine's.
+        shape: Draft shape or budget of this request; None for the engine's.
         record_gaps: Keep the target's top-2 logit gap at every token, to judge near-ties by.
 
     Raises:
@@ -29,7 +30,7 @@ class SamplingParams:
     temperature: float = 0.0
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    shape: DraftTree | None = None
+    shape: Shape | None = None
     record_gaps: bool = False
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Request:
     id: int
     prompt: list[int]
     params: SamplingParams
-    shape: DraftTree
+    shape: Shape
     max_new_tokens: int  # params' own, or less where the context ends
     detokenizer: Detokenizer
     slot: int | None = None
