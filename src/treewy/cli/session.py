@@ -25,7 +25,7 @@ from treewy.engine.request import check_finite
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
-from treewy.hf.load import build_engine, eos_ids, resolve_dtype
+from treewy.hf.load import build_engine, eos_ids, load_draft_model, resolve_dtype
 from treewy.hf.stock import stock_generate
 
 STYLES = {
@@ -45,6 +45,7 @@ class Session:
     options: Generate
     folder: Path
     model: PreTrainedModel
+    draft_model: PreTrainedModel | None
     tokenizer: Tokenizer
     shape: Shape
     params: SamplingParams
@@ -62,8 +63,10 @@ class Session:
             folder = resolve(options.model)
             tokenizer = load_tokenizer(folder)
             model = load_model(folder, dtype, device)
+            named = options.draft_model
+            draft_model = None if named is None else load_draft_model(named, model, tokenizer)
         _settle_threads(model, device)
-        return cls(options, folder, model, tokenizer, shape, params, list(tokenizer.encode(text)))
+        return cls(options, folder, model, draft_model, tokenizer, shape, params, list(tokenizer.encode(text)))
 
     @cached_property
     def engine(self) -> Engine:
@@ -160,6 +163,7 @@ class Session:
             self.model,
             draft=draft,
             folder=self.folder,
+            draft_model=self.draft_model if draft == "model" else None,
             shape=self.shape,
             commit=commit,
             tokenizer=self.tokenizer,
