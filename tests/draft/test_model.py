@@ -124,8 +124,10 @@ def test_a_context_shorter_than_the_targets() -> None:
     for _ in range(2):
         drafter.allocate(0)
         depths = []
-        for length in range(1, 20):
+        for length in range(1, 16):
             drafter.observe([rows(0, tokens, length - 1, length)])
+            if length < 8:
+                continue
             for shape in (DraftTree.from_widths([2, 1, 1]), Budget(9, 3, 2)):
                 [tree] = propose(drafter, Root(0, tokens[length], shape))
                 left = max(0, 12 - length)
@@ -134,7 +136,7 @@ def test_a_context_shorter_than_the_targets() -> None:
                 )
                 assert tree == wanted(tokens[: length + 1], cut)
             depths.append(tree.max_depth)
-        assert depths[8:] == [3, 2, 1] + [0] * 8 or depths[8:12] == [3, 2, 1, 0]
+        assert depths == [3, 3, 2, 1, 0, 0, 0, 0]
         drafter.free(0)
     # A step that passes the end in one go, beside a neighbour that does not.
     drafter = make_drafter(2, short)
@@ -145,7 +147,7 @@ def test_a_context_shorter_than_the_targets() -> None:
     assert trees == [DraftTree([-1], [tokens[13]]), wanted(tokens[:5], SHAPES[0])]
 
 
-@pytest.mark.parametrize("law", [Law(), Law(temperature=0.5, top_k=5), Law(temperature=2.0, top_p=0.8)])
+@pytest.mark.parametrize("law", [Law(temperature=0.5, top_k=5), Law(temperature=2.0, top_p=0.8)])
 def test_drafts_of_the_target_itself_all_stand(law: Law) -> None:
     """Where the draft model is the target, a drawn draft's law is the target's: the first of siblings never falls."""
     drafter, pool = make_drafter(), make_pool(MODEL)
@@ -154,7 +156,7 @@ def test_drafts_of_the_target_itself_all_stand(law: Law) -> None:
     drafter.allocate(0)
     drafter.observe([rows(0, tokens, 0, 10)])
     trees = set()
-    for seed in range(40):
+    for seed in range(12):
         [draft] = drafter.propose([Root(0, tokens[10], shape, Draws(law, Stream(seed, DRAFT)))])
         target = law.probabilities(verify(MODEL, pool, [draft.tree], [slot]).logits).numpy()
         laws = {row: q.numpy() for row, q in draft.laws.items()}

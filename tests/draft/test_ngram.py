@@ -90,7 +90,7 @@ def test_trees_equal_the_search(text: list[int], shape: Shape, lengths: tuple[in
 def test_drafts_follow_a_text_as_it_grows() -> None:
     """Every step of a long text: the index that grew with it is the index of the whole."""
     text = [t % 7 * (t % 5) % 4 for t in range(120)]
-    drafter = NgramDrafter(max_n=3, min_n=1)
+    drafter = NgramDrafter(max_n=3)
     drafter.allocate(0)
     budget, drafted = Budget(9, 4, 3), 0
     for end in range(1, len(text)):
@@ -126,7 +126,7 @@ def test_by_hand(text: list[int], shape: Shape, parents: list[int], tokens: list
 
 def test_a_slot_knows_its_own_text_only() -> None:
     """Neighbours and the tenant before leave nothing; slots that were never started may be freed."""
-    drafter = NgramDrafter(max_n=2, min_n=1)
+    drafter = NgramDrafter(max_n=2)
     texts = {0: [1, 2, 3, 1, 2], 4: [1, 2, 9, 1, 2], 2: [7, 7, 2]}
     for slot in texts:
         drafter.allocate(slot)

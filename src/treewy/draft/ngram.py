@@ -30,7 +30,7 @@ class NgramDrafter(Drafter):
         RequestError: the lengths are out of order, or no match may be read.
     """
 
-    def __init__(self, *, max_n: int = 4, min_n: int = 2, max_matches: int = 32) -> None:
+    def __init__(self, *, max_n: int = 4, min_n: int = 1, max_matches: int = 32) -> None:
         if not 1 <= min_n <= max_n:
             raise RequestError(
                 f"Lookup lengths must satisfy 1 <= min_n <= max_n; got min_n {min_n} and max_n {max_n}. Swap or raise them."
