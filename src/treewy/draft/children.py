@@ -27,7 +27,7 @@ def drawn(
 def log_chances(logits: Float[Tensor, "R vocab"], tokens: Int[Tensor, "R X"], law: Law | None) -> Float[Tensor, "R X"]:
     """Return the log-probability of each row's tokens: under `law`, or as the drafter's own logits have it.
 
-    -inf where the logits are not numbers: what says nothing promises nothing.
+    NaN where the logits are not numbers.
     """
     all_tokens = log_probabilities(logits) if law is None else law.probabilities(logits).log()
-    return all_tokens.gather(-1, tokens).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return all_tokens.gather(-1, tokens)

@@ -135,6 +135,7 @@ class BestGrowth(Growth):
         for parent, tokens, of_tokens in zip(self._newest, ranked.tolist(), chances, strict=True):
             above = self._candidates[parent]
             for token, chance in zip(tokens, of_tokens, strict=True):
+                # Neither a chance of nothing nor one that is not a number promises anything.
                 if chance > -float("inf"):
                     self._candidates.append(_Candidate(above.promise + chance, parent, token, above.depth + 1, run=-1))
         by_promise = sorted(range(len(self._candidates)), key=lambda i: (-self._candidates[i].promise, i))
