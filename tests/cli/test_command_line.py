@@ -88,6 +88,17 @@ def test_store_all_holds_a_state_per_row_and_reconstruct_does_not(capsys: pytest
     assert one_state < result["state_bytes"] < 3 * one_state
 
 
+def test_other_drafters_and_budgets_decode_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped model drafting for itself is right wherever its likeliest token is drafted: in every step."""
+    wanted = run_json(capsys, "--draft", "none", "--max-new-tokens", "13")["token_ids"]
+    for options in (("ngram",), ("model", "--draft-model", str(SHIPPED)), ("mtp",)):
+        result = run_json(capsys, "--draft", *options, "--tree", "best:16x3x4", "--max-new-tokens", "13")
+        assert result["token_ids"] == wanted
+        if options[0] == "model":
+            assert result["accept_rate_by_depth"]["1"] == 1.0
+            assert result["num_drafted"] <= 15 * result["num_verify_steps"]
+
+
 def test_draft_none_takes_one_step_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "--draft", "none", "--max-new-tokens", "8")
     assert result["num_verify_steps"] == 7
@@ -100,6 +111,11 @@ def test_draft_none_takes_one_step_a_token(capsys: pytest.CaptureFixture[str]) -
         (["generate", PROMPT, "--tree", "3,x"], "'3,x'"),
         (["generate", PROMPT, "--tree", "3,0"], "'3,0'"),
         (["generate", PROMPT, "--tree", ""], "''"),
+        (["generate", PROMPT, "--tree", "best:0"], "got 0"),
+        (["generate", PROMPT, "--tree", "best:16x"], "'best:16x'"),
+        (["generate", PROMPT, "--draft", "model"], "Give --draft-model"),
+        (["generate", PROMPT, "--draft-model", "/no/such/folder"], "draft mtp"),
+        (["generate", PROMPT, "--draft", "model", "--draft-model", "/no/such/folder"], "/no/such/folder"),
         (["generate", PROMPT, "--chain", "-1"], "-1"),
         (["generate", PROMPT, "--chain", "3", "--tree", "3"], "Drop one"),
         (["generate", PROMPT, "--draft", "none", "--chain", "3"], "draft none"),

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from growth_oracle import best_first
 from toy_head import HIDDEN, ToyHead
-from treewy.draft import Committed, MTPDrafter, Root
+from treewy import packed, tree
+from treewy.draft import Budget, Committed, Draft, MTPDrafter, Root, Shape
+from treewy.draft.shape import cut_to_depth
 from treewy.errors import CapacityError
 from treewy.tree import DraftTree
 
@@ -32,7 +35,17 @@ class Script:
 
     def rows(self, slot: int, start: int, end: int) -> Committed:
         """Return what a step that commits positions start..end-1 shows: the token after each row."""
-        return Committed(slot, torch.from_numpy(self.hidden[start:end]), self.tokens[start + 1 : end + 1])
+        return Committed(
+            slot, torch.from_numpy(self.hidden[start:end]), self.tokens[start + 1 : end + 1], self.tokens[start]
+        )
+
+    def logits(self, length: int, path: Sequence[int]) -> np.ndarray:
+        """Return the head's logits after `length` committed rows and a path of drafts, root first."""
+        hidden = self.hidden[:length]
+        for end in range(1, len(path) + 1):
+            output = HEAD.chain([*self.tokens[1:length], *path[:end]], hidden)[-1]
+            hidden = np.concatenate([hidden, output[None]])
+        return HEAD.head @ output
 
     def naive(self, length: int, shape: DraftTree) -> list[int]:
         """Return the tokens that the head drafts after `length` committed rows, every row's root path run whole."""
@@ -74,6 +87,39 @@ def test_trees_equal_the_naive_growth() -> None:
     drafted = propose(drafter, slots, [x.tokens[n] for x, n in zip(sequences, lengths, strict=True)], SHAPES)
     wanted = [tuple(x.naive(n, shape)) for x, n, shape in zip(sequences, lengths, SHAPES, strict=True)]
     assert drafted == wanted
+
+
+MIXED: list[Shape] = [Budget(16, 4, 3), SHAPES[1], Budget(40, 6, 2), SHAPES[2], Budget(1), Budget(7, 1, 9), SHAPES[4]]
+
+
+def mixed(drafter: MTPDrafter, lengths: Sequence[int]) -> tuple[list[Script], list[Draft]]:
+    """Return sequences of these lengths and what the drafter proposes for them, budgets beside fixed shapes."""
+    sequences = [Script(seed) for seed in range(len(MIXED))]
+    for slot, (script, length) in enumerate(zip(sequences, lengths, strict=True)):
+        drafter.allocate(slot)
+        drafter.observe([script.rows(slot, 0, length)])
+    roots = [Root(n, x.tokens[lengths[n]], MIXED[n]) for n, x in enumerate(sequences)]
+    return sequences, drafter.propose(roots)
+
+
+def test_budgets_beside_fixed_shapes() -> None:
+    """Rows that outlive their neighbours' trees see their own prefix and ancestors; the best tree is the queue's."""
+    lengths = [3, 9, 17, 1, 2, 30, 12]
+    sequences, drafts = mixed(make_drafter(), lengths)
+    for script, length, shape, draft in zip(sequences, lengths, MIXED, drafts, strict=True):
+        if isinstance(shape, DraftTree):
+            assert draft.tree == shape.with_tokens(script.naive(length, shape))
+        else:
+            logits_of = lambda path: script.logits(length, path)  # noqa: B023, E731
+            assert draft.tree == best_first(logits_of, script.tokens[length], shape)
+        assert draft.laws == {}
+    assert max(draft.tree.max_depth for draft in drafts) > 3
+
+
+def test_adapting_leaves_no_tables_behind() -> None:
+    """Shapes that follow from the data are new at every step: what is kept of them is bounded."""
+    for cached in (packed._cached_pack, packed._nearest_ancestors, tree.topology, cut_to_depth):
+        assert cached.cache_info().maxsize <= 512
 
 
 def test_a_proposal_does_not_depend_on_its_neighbours() -> None:

@@ -225,7 +225,7 @@ def test_a_type_nobody_knows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"draft": "eagle"}, UnsupportedError, "mtp, none; got 'eagle'"),
+        ({"draft": "eagle"}, UnsupportedError, "mtp, ngram, model, none; got 'eagle'"),
         ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring; got 'replay'"),
         ({"dtype": "float8"}, RequestError, "float32, bfloat16; got 'float8'"),
     ],

@@ -76,7 +76,7 @@ def test_several_end_tokens(text_model: PreTrainedModel, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("draft", ["mtp", "none"])
+@pytest.mark.parametrize("draft", ["mtp", "model", "none"])
 def test_the_model_is_left_as_it_was(
     text_model: PreTrainedModel, request: pytest.FixtureRequest, draft: str, implementation: str
 ) -> None:
@@ -85,7 +85,10 @@ def test_the_model_is_left_as_it_was(
     unchanged = request.getfixturevalue("unchanged")
     assert unchanged.config._attn_implementation == implementation
     ids, mask = padded()
-    treewy.generate(unchanged, ids, attention_mask=mask, max_new_tokens=8, draft=draft, shape=TREE)
+    draft_model = unchanged if draft == "model" else None
+    treewy.generate(
+        unchanged, ids, attention_mask=mask, max_new_tokens=8, draft=draft, draft_model=draft_model, shape=TREE
+    )
 
 
 @pytest.mark.parametrize("call", [1, 3, 11])
@@ -224,7 +227,7 @@ def test_a_model_that_was_not_loaded(
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, ShapeError, "Padding must be on the left"),
         ({"attention_mask": torch.zeros(1, 3, dtype=torch.int64)}, RequestError, "prompt 0 is empty"),
         ({"input_ids": torch.tensor([[1, VOCAB]])}, RequestError, f"prompt 0 holds {VOCAB}"),
-        ({"draft": "eagle"}, UnsupportedError, "mtp, none; got 'eagle'"),
+        ({"draft": "eagle"}, UnsupportedError, "mtp, ngram, model, none; got 'eagle'"),
         ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring"),
         ({"max_new_tokens": 0}, RequestError, "at least 1"),
         ({"checkpoint": "/nowhere"}, RequestError, "'/nowhere' is neither"),

@@ -24,10 +24,14 @@ class Generate:
     demonstration."""
     model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
     """Checkpoint folder or hub id. Left out: the small trained checkpoint that ships with treewy."""
-    draft: Literal["mtp", "none"] = "mtp"
-    """Who drafts. mtp: the checkpoint's own head; none: nobody, plain decoding."""
-    tree: Annotated[str | None, arg(metavar="WIDTHS")] = None
-    """Draft tree by children per level, as in 3,3,3."""
+    draft: Literal["mtp", "ngram", "model", "none"] = "mtp"
+    """Who drafts. mtp: the checkpoint's own head; ngram: what followed the last words before; model: a smaller model; none:
+    nobody, plain decoding."""
+    draft_model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
+    """Checkpoint of the smaller model, with the same tokens, for draft model."""
+    tree: Annotated[str | None, arg(metavar="WIDTHS|best:ROWS")] = None
+    """Draft tree: by children per level, as in 3,3,3; or a budget of rows, root included, spent on the likeliest drafts, as
+    in best:16, with depth best:16x5, with children per row best:16x5x3."""
     chain: Annotated[int | None, arg(metavar="INT")] = None
     """Draft chain of this many tokens. Left out: 3, unless there is a tree."""
     commit: Literal["store_all", "reconstruct", "ring"] = "reconstruct"
@@ -89,6 +93,12 @@ class Generate:
             )
         if self.draft == "none" and (self.tree is not None or self.chain is not None):
             raise RequestError("A draft shape needs a drafter; got draft none with a shape. Drop one of them.")
+        if self.draft == "model" and self.draft_model is None:
+            raise RequestError("Draft model needs a model to draft with; got none. Give --draft-model.")
+        if self.draft != "model" and self.draft_model is not None:
+            raise RequestError(
+                f"A draft model is for draft model only; got {self.draft_model!r} with draft {self.draft}. Drop one of them."
+            )
 
 
 def _piped() -> str | None:

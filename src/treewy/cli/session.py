@@ -14,16 +14,15 @@ from transformers import PreTrainedModel
 
 from treewy.cache import POLICIES
 from treewy.cli.generate import Generate, summary
-from treewy.cli.loading import load_checkpoint
+from treewy.cli.loading import load_checkpoint, open_draft_model
 from treewy.cli.terminal import progress_bar, status
-from treewy.draft import parse_shape
+from treewy.draft import Shape, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
 from treewy.engine.request import check_finite
 from treewy.engine.stream import Tokenizer
 from treewy.hf.load import build_engine, eos_ids
 from treewy.hf.stock import stock_generate
-from treewy.tree import DraftTree
 
 STYLES = {
     TokenKind.PREFILL: "default",
@@ -42,8 +41,9 @@ class Session:
     options: Generate
     folder: Path
     model: PreTrainedModel
+    draft_model: PreTrainedModel | None
     tokenizer: Tokenizer
-    shape: DraftTree
+    shape: Shape
     params: SamplingParams
     prompt: list[int]
 
@@ -62,7 +62,8 @@ class Session:
         )
         text = options.text()
         folder, model, tokenizer = load_checkpoint(options.model, options.dtype, options.device)
-        return cls(options, folder, model, tokenizer, shape, params, list(tokenizer.encode(text)))
+        draft_model = open_draft_model(options.draft_model, model, tokenizer)
+        return cls(options, folder, model, draft_model, tokenizer, shape, params, list(tokenizer.encode(text)))
 
     @cached_property
     def engine(self) -> Engine:
@@ -159,6 +160,7 @@ class Session:
             self.model,
             draft=draft,
             folder=self.folder,
+            draft_model=self.draft_model if draft == "model" else None,
             shape=self.shape,
             commit=commit,
             tokenizer=self.tokenizer,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from treewy.draft.shape import Shape
 from treewy.sampling import Law, Stream
 from treewy.shapes import Float, Tensor
 from treewy.tree import DraftTree
@@ -17,11 +18,13 @@ class Committed(NamedTuple):
         slot: The sequence's slot, the same in the target's cache and the drafter's.
         hidden: The target's hidden states of the rows, after its final norm.
         tokens: The token after each row; of the last row, the newest token, which is the next step's root.
+        first: The first row's own token; those of the others are in `tokens`.
     """
 
     slot: int
     hidden: Float[Tensor, "P hidden"]
     tokens: Sequence[int]
+    first: int
 
 
 class Draws(NamedTuple):
@@ -37,13 +40,15 @@ class Root(NamedTuple):
     Attributes:
         slot: Its slot.
         token: Its newest token.
-        shape: The shape to fill.
-        draws: None asks for the most likely children; else for drawn ones, of a drafter that can draw.
+        shape: The shape to fill, or the budget to spend.
+        draws: None asks for the most likely children; else a fixed shape gets drawn ones, of a drafter that can draw. A
+            budget's children are always chosen: a tree that takes its shape from tokens that were drawn would bias the
+            text. There the law only says how likely the request makes them, and the stream is left alone.
     """
 
     slot: int
     token: int
-    shape: DraftTree
+    shape: Shape
     draws: Draws | None = None
 
 
@@ -81,7 +86,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, roots: Sequence[Root]) -> list[Draft]:
-        """Return one draft per root, of the shape asked for or a prefix of it, root token first."""
+        """Return one draft per root, in order.
+
+        A draft is any tree in level order, root token first, with at most the rows and the depth of the shape asked for.
+        """
 
 
 class NoDrafter(Drafter):

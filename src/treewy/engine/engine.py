@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from treewy.cache import CachePool, get_policy
-from treewy.draft import Drafter
+from treewy.draft import Drafter, Shape
 from treewy.engine.intake import Intake, Prompt
 from treewy.engine.request import Generation, SamplingParams
 from treewy.engine.session import Session
@@ -13,7 +13,7 @@ from treewy.engine.step import Machine
 from treewy.engine.stream import StreamEvent, Tokenizer
 from treewy.errors import RequestError
 from treewy.model import Target
-from treewy.tree import MAX_ROWS, DraftTree
+from treewy.tree import MAX_ROWS
 
 
 class Engine:
@@ -22,7 +22,7 @@ class Engine:
     Args:
         target: The model.
         drafter: Proposes trees; made for at least `max_num_seqs` slots.
-        shape: Draft shape of requests that bring none of their own.
+        shape: Draft shape, or budget, of requests that bring none of their own.
         commit: Commit policy: "store_all", "reconstruct" or "ring".
         tokenizer: Needed for text prompts, text results and stop strings.
         eos_ids: Tokens that end a text.
@@ -38,7 +38,7 @@ class Engine:
         target: Target,
         drafter: Drafter,
         *,
-        shape: DraftTree,
+        shape: Shape,
         commit: str = "reconstruct",
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),

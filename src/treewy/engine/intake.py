@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple
 
+from treewy.draft import Shape
+from treewy.draft.shape import in_level_order, most_children
 from treewy.engine.request import Request, SamplingParams
 from treewy.engine.stream import Detokenizer, Tokenizer
 from treewy.errors import RequestError
 from treewy.model import Target
-from treewy.tree import DraftTree, topology
 
 Prompt = str | Sequence[int]
 
@@ -19,12 +20,12 @@ class Intake(NamedTuple):
     Attributes:
         target: The model.
         tokenizer: None takes token ids only.
-        shape: Draft shape of requests that bring none of their own.
+        shape: Draft shape, or budget, of requests that bring none of their own.
     """
 
     target: Target
     tokenizer: Tokenizer | None
-    shape: DraftTree
+    shape: Shape
 
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
         """Return a request per prompt, numbered in order.
@@ -73,9 +74,9 @@ class Intake(NamedTuple):
             detokenizer=Detokenizer(self.tokenizer, params.stop),
         )
 
-    def _shape(self, number: int, params: SamplingParams) -> DraftTree:
-        shape = (params.shape or self.shape).breadth_first()
-        widest = max(map(len, topology(shape.parents).children))
+    def _shape(self, number: int, params: SamplingParams) -> Shape:
+        shape = in_level_order(params.shape or self.shape)
+        widest = most_children(shape)
         if widest > self.target.vocab_size:
             raise RequestError(
                 f"A row can have at most as many children as there are tokens, {self.target.vocab_size}; the shape of "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from treewy.draft import Draws
+from treewy.draft import Draws, Shape
 from treewy.engine.stream import Detokenizer, TokenKind, TokenLogprobs
 from treewy.errors import RequestError, TreeWYError, UnsupportedError
 from treewy.sampling import ACCEPT, DRAFT, Law, Stream
@@ -39,7 +39,7 @@ class SamplingParams:
             are the model's own, before temperature and truncation.
         stop: Strings at which the text ends; the string itself is not part of the text.
         ignore_eos: Go on past the end-of-text token.
-        shape: Draft shape of this request; None for the engine's.
+        shape: Draft shape or budget of this request; None for the engine's.
         record_gaps: Keep the target's top-2 logit gap at every token, to judge near-ties by.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens, logit_bias, bad_words, grammar: Not supported;
             named here so that a wish is refused, not lost.
@@ -59,7 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    shape: DraftTree | None = None
+    shape: Shape | None = None
     record_gaps: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -146,7 +146,7 @@ class Request:
     id: int
     prompt: list[int]
     params: SamplingParams
-    shape: DraftTree
+    shape: Shape
     max_new_tokens: int  # params' own, or less where the context ends
     detokenizer: Detokenizer
     slot: int | None = None

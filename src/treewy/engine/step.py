@@ -97,7 +97,7 @@ def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[S
     hidden = verified.hidden
     rows = zip(requests, parts, following, packed.starts, strict=False)
     drafter.observe(
-        [Committed(_slot(r), hidden[at : at + len(part)], [*part[1:], token]) for r, part, token, at in rows]
+        [Committed(_slot(r), hidden[at : at + len(part)], [*part[1:], token], part[0]) for r, part, token, at in rows]
     )
     return events
 
@@ -202,7 +202,8 @@ def _committed(
         if not path:
             continue
         rows = torch.tensor(list(path), device=verified.hidden.device) + start
-        committed.append(Committed(_slot(request), verified.hidden[rows], request.output[-len(path) :]))
+        root, *tokens = request.output[-len(path) - 1 :]
+        committed.append(Committed(_slot(request), verified.hidden[rows], tokens, root))
     return committed
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from treewy.draft import Shape
 from treewy.engine import SamplingParams
 from treewy.engine.request import check_finite
 from treewy.errors import RequestError, ShapeError, UnsupportedError
 from treewy.hf.checkpoint import resolve
 from treewy.hf.families import check_head
-from treewy.hf.load import build_engine, eos_ids
+from treewy.hf.load import build_engine, check_draft, eos_ids, load_draft_model
 from treewy.hf.target import text_model
 from treewy.shapes import Int, Tensor
-from treewy.tree import DraftTree
 
 
 def generate(
@@ -29,7 +29,8 @@ def generate(
     seed: int | None = None,
     draft: str = "mtp",
     checkpoint: str | Path | None = None,
-    shape: DraftTree | None = None,
+    draft_model: PreTrainedModel | str | Path | None = None,
+    shape: Shape | None = None,
     commit: str = "reconstruct",
     ignore_eos: bool = False,
 ) -> Int[Tensor, "B total"]:
@@ -47,10 +48,11 @@ def generate(
         temperature: 0 decodes greedily; above it, tokens are sampled.
         top_k, top_p, min_p: Which tokens can be sampled (see `treewy.SamplingParams`).
         seed: Of sampling; prompt i uses `seed` + i. None takes fresh ones.
-        draft: "mtp" or "none".
+        draft: "mtp", "ngram", "model" or "none".
         checkpoint: Folder or hub id whose files hold the head's `mtp.*` tensors; default: where the model was loaded
             from.
-        shape: Draft shape; default a chain of 3.
+        draft_model: For draft "model": the model that drafts, its folder or its hub id. Its tokens must be the model's.
+        shape: Draft shape or budget; default a chain of 3.
         commit: "store_all", "reconstruct" or "ring".
         ignore_eos: Go on past the end-of-text token.
 
@@ -68,10 +70,14 @@ def generate(
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ShapeError("Padding must be on the left; attention_mask has zeros after ones. Set padding_side='left'.")
     _refuse_penalties(model)
+    check_draft(draft, has_model=draft_model is not None)
+    if isinstance(draft_model, (str, Path)):
+        draft_model = load_draft_model(draft_model, model, tokenizer=None)
     engine = build_engine(
         model,
         draft=draft,
         folder=_head_folder(model, checkpoint) if draft == "mtp" else None,
+        draft_model=draft_model,
         shape=shape,
         commit=commit,
         max_num_seqs=max(1, input_ids.shape[0]),
