@@ -12,7 +12,7 @@ from tolerances import FORCED_REJECT_FLOAT32, TOY_LOGITS, TOY_MEMORY, TOY_NEIGHB
 from toy_oracle import Transcript, continuation
 from toy_steps import feed, make_pool, memory, memory_error, start, storages, verify
 from treewy.cache import Batch
-from treewy.draft import Draft, Root
+from treewy.draft import Draft, ModelDrafter, Root
 from treewy.engine import Engine, SamplingParams
 from treewy.errors import ShapeError
 from treewy.model import ToyConfig, ToyTarget
@@ -242,6 +242,17 @@ def test_drafts_after_steps_without_any() -> None:
     result = engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=15))[0]
     assert result.token_ids == SCRIPTS[0][1:16]
     assert result.accept_hist == {1: 2, 4: 3}
+
+
+def test_a_model_that_drafts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault L07: the target as its own draft model, chains of 4: all 500 tokens are drafted and all stand."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    target = ToyTarget(ToyConfig(layers="da"), seed=1)
+    drafter = ModelDrafter(target, 1, vocab_size=target.vocab_size, poison=True)
+    engine = Engine(target, drafter, shape=DraftTree.chain(4), max_num_seqs=1)
+    result = engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=501))[0]
+    assert result.token_ids[:40] == continuation(target, PROMPTS[1], 40)[2:]
+    assert result.accept_hist == {5: 100}
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 5])
