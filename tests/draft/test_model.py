@@ -73,7 +73,7 @@ def test_trees_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("steps", [[1] * 20, [4, 1, 1, 5, 2, 3, 1, 3], [20], [3, 17]])
 def test_any_history_of_steps_gives_the_same_drafts(steps: list[int]) -> None:
-    """Faults D09 and L07: the model keeps in step, to the last bit of its memory: every committed row once, no draft of its own."""
+    """Faults D09 and L07: the model keeps in step, bit for bit: every committed row once, no draft of its own."""
     drafter, tokens, length = make_drafter(), text(9), 0
     drafter.allocate(3)
     for number, size in enumerate(steps):
