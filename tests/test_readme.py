@@ -37,6 +37,8 @@ def test_readme_command(command: str, capsys: pytest.CaptureFixture[str]) -> Non
         ]
     if arguments[0] == "generate":
         arguments += ["--max-new-tokens", "8"]
+    if arguments[0] == "bench":
+        arguments += ["--rounds", "1", "--max-new-tokens", "4"]
     assert main(arguments) == 0
     assert capsys.readouterr().out
 
@@ -70,7 +72,7 @@ def test_the_tables_are_those_of_the_result_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/lossless.md", "docs/theory.md"]
+    "document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/lossless.md", "docs/planning.md", "docs/theory.md"]
 )
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
