@@ -17,6 +17,7 @@ import record
 import torch
 from rich.progress import track
 
+from treewy.bench.environment import environment
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.lossless import Reference, Verdict, compare_decoders
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
@@ -61,14 +62,14 @@ def main() -> None:
         for policy in POLICIES:
             engine = make(draft="mtp", shape=shape, commit=policy)
             rows.append(_row(name, policy, prompts, *_decode(engine, ids, options.tokens, reference)))
-    environment = record.environment(options.device)
+    where = environment(options.device)
     common = {
         "benchmark": "heldout",
         "dtype": options.dtype,
         "num_prompts": len(prompts),
         "tokens_per_prompt": options.tokens,
     }
-    path = record.write(options.name, [common | row | {"environment": environment} for row in rows])
+    path = record.write(options.name, [common | row | {"environment": where} for row in rows])
     _print(rows)
     print(f"written to {path}")
 

@@ -1,7 +1,8 @@
 """Stock transformers, asked plainly: whole sequences through the model's own forward, no cache."""
 
+import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -48,3 +49,24 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the root-mean-square difference over the root-mean-square value."""
     return float((got.double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt())
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return everything of the model that a borrower might leave changed."""
+    parameters = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        parameters.update(name.encode() + tensor.numpy().tobytes())
+    return {
+        "parameters": parameters.hexdigest(),
+        "pointers": [p.data_ptr() for p in model.parameters()],
+        "gradients": [p.requires_grad for p in model.parameters()],
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "forwards": {name: vars(module).get("forward") for name, module in model.named_modules()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "attention": {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
+        "config": model.config.to_json_string(),
+        "generation": model.generation_config.to_json_string(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+    }

@@ -20,13 +20,32 @@ NAMES = {
 
 
 class MTPOracle:
-    """Runs rows of (token, hidden state) as one causal chain, by eager attention with a plain triangular mask."""
+    """Runs rows of (token, hidden state) as one causal chain, by eager attention with a plain triangular mask.
 
-    def __init__(self, model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-        self.model = model
+    Args:
+        model: The target.
+        weights: `mtp.*` tensors; experts fused.
+        layer_class: The model's decoder layer.
+        norm_class: Its norm.
+        rope_axes: Leading axes of the positions its rotary tables take.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Mapping[str, torch.Tensor],
+        layer_class: type = Qwen3_5DecoderLayer,
+        norm_class: type = Qwen3_5RMSNorm,
+        rope_axes: tuple[int, ...] = (3,),
+    ) -> None:
+        self.model, self.rope_axes = model, rope_axes
         config = copy.deepcopy(model.config)
-        config.layer_types, config._attn_implementation = ["full_attention"], "eager"
-        self.layer = MtpLayer(config, Qwen3_5DecoderLayer, Qwen3_5RMSNorm, 0).eval()
+        config.layer_types, config._attn_implementation, config._experts_implementation = (
+            ["full_attention"],
+            "eager",
+            "eager",
+        )
+        self.layer = MtpLayer(config, layer_class, norm_class, 0).eval()
         renamed = {}
         for name, tensor in weights.items():
             prefix = next(prefix for prefix in NAMES if name.startswith(prefix))
@@ -37,7 +56,7 @@ class MTPOracle:
     def chain(self, tokens: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
         """Return every row's output. Positions are one higher than the drafter's: under rope that is the same."""
         embedded = self.model.model.embed_tokens(torch.tensor([list(tokens)]))
-        positions = torch.arange(1, len(tokens) + 1).expand(3, 1, -1)
+        positions = torch.arange(1, len(tokens) + 1).expand(*self.rope_axes, 1, -1)
         mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
         rotary = self.model.model.rotary_emb(embedded, positions)
         return self.layer(embedded, hidden[None], rotary, mask, None, None)[0]

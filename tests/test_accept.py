@@ -114,7 +114,6 @@ def test_cut() -> None:
     assert accepted.cut(1) == Accepted([0], [3], is_bonus=False)
 
 
-
 def test_a_bare_shape_is_refused() -> None:
     with pytest.raises(ShapeError, match="bare shape"):
         greedy(DraftTree.chain(2), one_hot([1, 2, 3]))

@@ -42,7 +42,27 @@ def test_public_names() -> None:
         _ = treewy.speculate
 
 
-@pytest.mark.parametrize("name", ["cache", "draft", "engine", "hf", "model", "ops"])
+def test_public_names_of_the_delta_rule() -> None:
+    """Pinned, as engines of other people call them."""
+    assert treewy.ops.gdn.__all__ == [
+        "History",
+        "Record",
+        "Snapshots",
+        "Verified",
+        "append",
+        "commit",
+        "commit_snapshots",
+        "finish_gates",
+        "fits",
+        "fold",
+        "l2_normalise",
+        "scale_queries",
+        "verify",
+        "verify_snapshots",
+    ]
+
+
+@pytest.mark.parametrize("name", ["cache", "draft", "engine", "hf", "model", "ops", "planner"])
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""
     room = __import__(f"treewy.{name}", fromlist=["__all__"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tolerances import HF_LOGITS
+from treewy.cache import POLICIES
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.lossless import Reference, Verdict, compare_decoders
 from treewy.hf.checkpoint import SHIPPED, load_model, load_tokenizer
@@ -70,7 +71,7 @@ def test_there_are_ten_prompts_of_each_kind() -> None:
     assert sorted(kinds) == ["code"] * 10 + ["prose"] * 10
 
 
-@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafted_tokens_are_those_without_drafts(shape: str, commit: str) -> None:
     def again(context: list[int], n: int) -> list[int]:

@@ -69,3 +69,9 @@ HF_LOGITS = 2e-5
 # Bfloat16 targets: their root-mean-square error against float32 with the same weights, over that of stock bfloat16. Both
 # round a few times per layer, in other places. Seen: 0.9 to 1.3.
 HF_BFLOAT16_FACTOR = 2.0
+
+# Laws over tokens in float64: a softmax and up to three normalisations, of sums over up to 150,000 tokens.
+LAW_ROUNDING = 1e-13
+
+# The same row's law in another batch: its sums may be taken in another order. Seen: bit for bit equal on one thread.
+LAW_NEIGHBOURS = 1e-14

@@ -1,24 +1,25 @@
 """Single steps on the toy target, driven by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from toy_oracle import Transcript
-from treewy.cache import Batch, CachePool, get_policy
+from treewy.cache import Batch, CachePool, Policy, get_policy
 from treewy.cache.layer import AttentionLayer, LinearLayer
 from treewy.model import Target, Verified
+from treewy.ops import gdn
 from treewy.packed import pack
 from treewy.tree import DraftTree
 
 
-def make_pool(target: Target, commit: str = "reconstruct", num_slots: int = 4, **options) -> CachePool:
+def make_pool(target: Target, commit: str | Policy = "reconstruct", num_slots: int = 4, **options) -> CachePool:
     """Return a pool for `target`, as an engine makes it."""
     return CachePool(
         target.layer_specs(),
         num_slots,
-        get_policy(commit),
+        get_policy(commit) if isinstance(commit, str) else commit,
         dtype=target.dtype,
         state_dtype=target.state_dtype,
         device=target.device,
@@ -49,15 +50,24 @@ def start(target: Target, pool: CachePool, tokens: Sequence[int]) -> int:
 
 def storages(pool: CachePool) -> list[bytes]:
     """Return the raw bytes of every tensor of the pool."""
-    return [_raw(x) for layer in pool.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    return [_raw(x) for layer in pool.layers for x in layer.tensors()]
+
+
+def current_state(layer: LinearLayer, slot: int) -> torch.Tensor:
+    """Return the state that a slot's checkpoint and history stand for; the slot keeps both."""
+    state = layer.state[slot : slot + 1].clone()
+    if layer.history is not None:
+        history = gdn.History(*(part[slot : slot + 1].clone() for part in layer.history))
+        gdn.fold(state, torch.tensor([0]), history)
+    return state[0]
 
 
 def memory(pool: CachePool, slot: int) -> list[bytes]:
-    """Return the raw bytes of all that `slot` remembers: states, windows, and committed keys and values."""
+    """Return the raw bytes of all that `slot` remembers: states, histories, windows, and committed keys and values."""
     parts = []
     for layer in pool.layers:
         if isinstance(layer, LinearLayer):
-            parts += [layer.state[slot], layer.window[slot]]
+            parts += [x[slot] for x in layer.tensors()]
         if isinstance(layer, AttentionLayer):
             length = pool.length(slot)
             parts += [layer.keys[slot, :length], layer.values[slot, :length]]
@@ -69,7 +79,8 @@ def memory_error(pool: CachePool, slot: int, transcript: Transcript) -> float:
     worst = 0.0
     for index, layer in enumerate(pool.layers):
         if isinstance(layer, LinearLayer):
-            pairs = [(layer.state[slot], transcript.states[index]), (layer.window[slot], transcript.window(index))]
+            state = current_state(layer, slot)
+            pairs = [(state, transcript.states[index]), (layer.window[slot], transcript.window(index))]
         else:
             length = pool.length(slot)
             pairs = [
@@ -80,6 +91,20 @@ def memory_error(pool: CachePool, slot: int, transcript: Transcript) -> float:
             assert tuple(got.shape) == want.shape
             worst = max(worst, float(np.abs(got.numpy() - want).max()))
     return worst
+
+
+def raising_at(call: int, function: Callable) -> Callable:
+    """Return `function`, except that its `call`-th call raises."""
+    calls = 0
+
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("planted")
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _raw(x: torch.Tensor) -> bytes:

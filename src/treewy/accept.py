@@ -98,7 +98,7 @@ def sampled(tree: DraftTree, target: Sequence[Array] | Array, laws: Mapping[int,
             that saw none of the coin's numbers.
         coin: Independent of what the drafts were drawn with.
 
-    Source: eqs. of section 8 of docs/theory.md.
+    Source: eqs. 20-23 of docs/theory.md.
     """
     _check_rows(tree, len(target))
     return walk(tree, lambda row: choose_sampled(tree, row, target[row], laws.get(row), coin))
@@ -113,10 +113,15 @@ def choose_sampled(tree: DraftTree, row: int, target: Array, law: Array | None, 
 
     With no law at all this is plain sampling, one draw per token, that happens to walk down the tree: with the same coin,
     the tokens are those of decoding without drafts.
+
+    Source: eqs. 20-22 of docs/theory.md.
     """
     tokens, children = tree.tokens or (), tree.children(row)
+    if law is None:
+        return _held(tree, coin.draw(target), children)
     for place, child in enumerate(children):
-        if law is None or not (mass := law.sum()) > 0:
+        mass = law.sum()
+        if not mass > 0:
             return _held(tree, coin.draw(target), children[place:])
         token = tokens[child]
         if not law[token] > 0:
@@ -124,7 +129,7 @@ def choose_sampled(tree: DraftTree, row: int, target: Array, law: Array | None, 
                 f"A drawn child must hold a token its law could give; row {child} holds {token}, of probability "
                 f"{law[token]} once its older siblings are drawn. Give no law for children that were chosen."
             )
-        law = law / mass
+        law = np.divide(law, mass)
         if coin.flip(target[token] / law[token]):
             return Choice(token, child)
         left = np.maximum(target - law, 0)
@@ -132,7 +137,7 @@ def choose_sampled(tree: DraftTree, row: int, target: Array, law: Array | None, 
         if not (total := left.sum()) > 0:
             return Choice(token, child)
         target = left / total
-        law = np.where(np.arange(len(law)) == token, 0, law)
+        law[token] = 0
     return Choice(coin.draw(target), None)
 
 

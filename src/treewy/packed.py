@@ -163,6 +163,16 @@ class PackedPath:
         return tuple(len(path) for path in self.paths)
 
     @cached_property
+    def is_full(self) -> bool:
+        """Whether every sequence accepted something."""
+        return all(self.lengths)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all paths that are not empty have one length."""
+        return len({length for length in self.lengths if length}) <= 1
+
+    @cached_property
     def rows(self) -> Int[Tensor, "B P"]:
         """Packed row of each accepted node; N (one past the rows) on padding."""
         dense = np.full((len(self.paths), max(self.lengths, default=0)), self.tree.num_rows, dtype=np.int64)
@@ -181,6 +191,11 @@ class PackedPath:
         return torch.tensor(
             [i for i, path in enumerate(self.paths) if path], dtype=torch.int64, device=self.tree.device
         )
+
+    @cached_property
+    def active_rows(self) -> Int[Tensor, "A P"]:
+        """`rows` of active sequences."""
+        return self.rows if self.is_full else self.rows[self.active]
 
     @cached_property
     def last_rows(self) -> Int[Tensor, "A"]:

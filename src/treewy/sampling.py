@@ -132,8 +132,9 @@ def draw_without_replacement(
     drawn = []
     for uniform in uniforms.unbind(-1):
         sums = left.cumsum(-1)
-        token = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
-        token = token.clamp(max=_last_positive(left)[:, None])
+        token = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).clamp(max=left.shape[-1] - 1)
+        # Rounding may carry the last number past every sum; and sums taken in parallel can grow where nothing is added.
+        token = torch.where(left.gather(-1, token) > 0, token, _last_positive(left)[:, None])
         spent = sums[:, -1:] <= 0
         token = torch.where(spent, (~taken).int().argmax(-1, keepdim=True), token)
         left.scatter_(-1, token, 0.0)

@@ -3,7 +3,7 @@
 | letter | meaning                         | letter | meaning                        |
 |--------|---------------------------------|--------|--------------------------------|
 | B, S   | sequences, pool slots           | K, V   | key, value head dims           |
-| N      | packed rows of all trees        | C      | conv channels                  |
+| N      | packed rows of all trees        | C      | conv channels; history rows    |
 | T      | tree rows of one sequence       | W      | conv width                     |
 | P      | accepted path length            | L      | layers                         |
 | H, HV  | key, value heads of GDN         | D      | depth                          |

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toy_steps import feed, make_pool, start, verify
+from toy_steps import current_state, feed, make_pool, start, verify
 from treewy.cache.step import LinearPending
 from treewy.model import ToyConfig, ToyTarget
 from treewy.tree import DraftTree
@@ -67,18 +67,20 @@ def test_snapshots_lie_apart() -> None:
             assert same == (poisoned != accepted), f"snapshot {poisoned} poisoned, node {accepted} accepted"
 
 
-@pytest.mark.parametrize("part", ["u", "k", "decay_high"])
-def test_records_of_the_accepted_path_and_no_other_are_read(part: str) -> None:
-    """Under reconstruct, NaN in a row's record shows after committing a path through the row, and only then."""
+@pytest.mark.parametrize(
+    ("commit", "part"), [("reconstruct", "u"), ("reconstruct", "k"), ("reconstruct", "decay_high"), ("ring", "u")]
+)
+def test_records_of_the_accepted_path_and_no_other_are_read(commit: str, part: str) -> None:
+    """NaN in a row's record shows after committing a path through the row, and only then."""
     tree = DraftTree([-1, 0, 0, 1, 1, 2], [11, 1, 2, 3, 4, 5])
     for accepted in range(tree.num_rows):
         for poisoned in range(tree.num_rows):
-            pool = make_pool(TARGET)
+            pool = make_pool(TARGET, commit)
             slot = start(TARGET, pool, PROMPT)
             pending = verify(TARGET, pool, [tree], [slot]).pending
             for rows in pending.layers.values():
                 if isinstance(rows, LinearPending):
                     getattr(rows.record, part)[poisoned] = torch.nan
             pool.commit(pending, [tree.path(accepted)])
-            broken = bool(pool.layers[0].state[slot].isnan().any())
+            broken = bool(current_state(pool.layers[0], slot).isnan().any())
             assert broken == (poisoned in tree.path(accepted))

@@ -7,8 +7,8 @@ import torch
 
 from tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript
-from toy_steps import feed, make_pool, memory, memory_error, start, storages, verify
-from treewy.cache import Batch, CachePool, Pending, get_policy
+from toy_steps import feed, make_pool, memory, memory_error, raising_at, start, storages, verify
+from treewy.cache import POLICIES, Batch, CachePool, Pending, get_policy
 from treewy.errors import CapacityError, TreeError
 from treewy.model import ToyConfig, ToyTarget
 from treewy.ops import attention, conv
@@ -18,7 +18,6 @@ from treewy.tree import DraftTree
 TARGET = ToyTarget(seed=3)
 PROMPT = [5, 9, 1, 30, 7]
 SCATTERED = DraftTree([-1, 0, 0, 0, 3], [11, 1, 2, 3, 4])
-POLICIES = ["reconstruct", "store_all"]
 
 
 @pytest.mark.parametrize("commit", POLICIES)
@@ -220,28 +219,13 @@ def test_a_layer_is_called_by_its_kind() -> None:
         step.attend(0, x, x, x, scale=1.0)
 
 
-@pytest.mark.parametrize("commit", POLICIES)
-def test_the_policy_of_a_step_commits_it(commit: str) -> None:
+@pytest.mark.parametrize(("commit", "other"), [(a, b) for a in POLICIES for b in POLICIES if a != b and b != "ring"])
+def test_the_policy_of_a_step_commits_it(commit: str, other: str) -> None:
     """Prefill runs under a policy of its own: what a step left is committed by the policy that left it."""
     pool = make_pool(TARGET, commit)
     slot = start(TARGET, pool, PROMPT)
-    other = get_policy(next(name for name in POLICIES if name != commit))
-    batch = Batch(pack([SCATTERED]), torch.tensor(SCATTERED.tokens), (slot,), policy=other)
+    batch = Batch(pack([SCATTERED]), torch.tensor(SCATTERED.tokens), (slot,), policy=get_policy(other))
     pool.commit(TARGET.verify(batch, pool).pending, [[0, 3, 4]])
     oracle = Transcript(TARGET)
     oracle.run([*PROMPT, 11, 3, 4])
     assert memory_error(pool, slot, oracle) < TOY_MEMORY
-
-
-def raising_at(call: int, function: Callable) -> Callable:
-    """Return `function`, except that its `call`-th call raises."""
-    calls = 0
-
-    def wrapper(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("planted")
-        return function(*args, **kwargs)
-
-    return wrapper

@@ -7,7 +7,7 @@ import torch
 from tolerances import TOY_LOGITS, TOY_NEIGHBOURS
 from toy_oracle import Transcript
 from toy_steps import feed, make_pool, memory, start, storages, verify
-from treewy.cache import AttentionSpec, CachePool, get_policy
+from treewy.cache import POLICIES, AttentionSpec, CachePool, get_policy
 from treewy.cache.layer import AttentionLayer
 from treewy.errors import CapacityError, UnsupportedError
 from treewy.model import ToyTarget
@@ -86,11 +86,11 @@ def test_check_integrity_sees_planted_faults(plant, message: str) -> None:
 def test_a_pool_needs_a_slot_and_a_known_policy() -> None:
     with pytest.raises(CapacityError, match="at least one slot"):
         make_pool(TARGET, num_slots=0)
-    with pytest.raises(UnsupportedError, match="store_all, reconstruct"):
+    with pytest.raises(UnsupportedError, match="store_all, reconstruct, ring"):
         get_policy("replay")
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("fill", [float("nan"), 1e4])
 def test_short_prompts_on_freed_slots(commit: str, fill: float) -> None:
     """Faults B06 and C06: prompts shorter than the conv window, on slots full of another's memory or of poison."""
@@ -100,7 +100,7 @@ def test_short_prompts_on_freed_slots(commit: str, fill: float) -> None:
         pool.free(old)
         if not np.isnan(fill):
             for layer in pool.layers:
-                for tensor in vars(layer).values():
+                for tensor in layer.tensors():
                     tensor.fill_(fill)
         slot = pool.allocate()
         oracle = Transcript(TARGET)
@@ -118,7 +118,7 @@ def test_poison_fills_free_slots_and_only_those() -> None:
     assert all(layer.state.isnan().all() and layer.window.isnan().all() for layer in pool.layers[::2])
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 def test_swapped_slots_give_swapped_results(commit: str) -> None:
     """Fault A09: a pool far larger than the batch, slots far apart and out of order; scratch goes by row, not by slot."""
     pool = make_pool(TARGET, commit, num_slots=64)
@@ -136,7 +136,7 @@ def test_swapped_slots_give_swapped_results(commit: str) -> None:
     assert [memory(pool, slot) for slot in slots if slot not in (low, high)] == others
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 def test_an_inert_sequence_in_a_batch(commit: str) -> None:
     """Faults C01 and C03: slot -1 reads nothing and writes nothing, though slot 0 is live and lies where -1 would clamp."""
     pool = make_pool(TARGET, commit)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from treewy.cache import POLICIES
 from treewy.cli.main import main
 from treewy.hf.checkpoint import SHIPPED
 
@@ -58,7 +59,7 @@ def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None
     assert result["mean_accept_len"] == pytest.approx(11 / result["num_verify_steps"])
 
 
-@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("shape", [("--chain", "3"), ("--tree", "3,3,3")])
 def test_compare_holds_the_variants_side_by_side(
     capsys: pytest.CaptureFixture[str], commit: str, shape: tuple[str, str]
@@ -68,10 +69,10 @@ def test_compare_holds_the_variants_side_by_side(
     assert compare["equal"] is True
     assert compare["first_diff"] is None
     assert compare["none"]["token_ids"] == result["token_ids"]
-    assert compare["store_all"]["token_ids"] == result["token_ids"]
+    assert all(compare[policy]["token_ids"] == result["token_ids"] for policy in POLICIES)
     assert compare["transformers"]["first_diff"] is None
     assert compare["none"].keys() >= KEYS
-    assert compare["reconstruct"]["token_ids"] == result["token_ids"]
+    assert compare["reconstruct"]["state_bytes"] < compare["ring"]["state_bytes"]
     assert compare["reconstruct"]["state_bytes"] < compare["store_all"]["state_bytes"]
     assert compare[commit]["state_bytes"] == result["state_bytes"]
 
@@ -137,10 +138,30 @@ def test_bad_usage_gets_one_clear_line_and_code_2(
     assert said in line
 
 
-def test_sampling_is_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    code, line = refused(capsys, "generate", PROMPT, "--temperature", "0.8")
-    assert code == 1
-    assert "0.8" in line
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temperature", "0.8", "--compare"),
+        ("--temperature", "-1"),
+        ("--top-p", "0"),
+        ("--top-k", "-3"),
+        ("--min-p", "2"),
+        ("--temperature", "0.8", "--seed", "-3"),
+    ],
+)
+def test_impossible_sampling_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, line = refused(capsys, "generate", PROMPT, *arguments)
+    assert code == 2
+    assert arguments[-1] in line or "compare" in line
+
+
+def test_a_seed_makes_sampling_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed that a run without one reports gives the same text again, and another gives another."""
+    options = ("--max-new-tokens", "24", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01")
+    first = run_json(capsys, *options)
+    assert run_json(capsys, *options, "--seed", str(first["seed"]))["token_ids"] == first["token_ids"]
+    assert run_json(capsys, *options, "--seed", str(first["seed"] + 1))["token_ids"] != first["token_ids"]
+    assert "seed" not in run_json(capsys, "--max-new-tokens", "4")
 
 
 def _truncate(folder: Path) -> None:
@@ -347,7 +368,7 @@ def test_the_table_names_every_variant_once_and_its_title_is_about_all(
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "same tokens" in shown
-    for name in ("mtp, reconstruct", "mtp, store_all", "no drafts", "transformers"):
+    for name in (*(f"mtp, {policy}" for policy in POLICIES), "no drafts", "transformers"):
         assert shown.count(name) == 1
     monkeypatch.setattr("treewy.cli.session.stock_generate", lambda *_: Stock([1, 2, 3], 1.0))
     assert main(arguments) == 0

@@ -11,6 +11,7 @@ from drafters import Recorder, ScriptedDrafter
 from tolerances import TOY_LOGITS, TOY_MEMORY
 from toy_oracle import Transcript, continuation
 from toy_steps import make_pool, memory_error, start, verify
+from treewy.cache import POLICIES
 from treewy.draft import NoDrafter, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, StreamEvent, TokenKind
 from treewy.model import ToyConfig, ToyTarget
@@ -27,7 +28,6 @@ SHAPES = [
     DraftTree([-1, 0, 0, 1, 1, 2, 4, 4, 6, 8, 8]),
     DraftTree.from_widths([4]),
 ]
-POLICIES = ["reconstruct", "store_all"]
 
 
 @lru_cache
@@ -247,11 +247,12 @@ def test_each_row_is_its_root_path_run_as_a_chain(commit: str, layers: str) -> N
 def test_state_bytes(commit: str) -> None:
     """A request's peak: under store_all the committed state and a state per row of its own tree, to the byte."""
     state, kv_place = 2 * 4 * 6 * 8 * 8, 2 * 2 * 2 * 8 * 8
+    record = 2 * (4 * 6 + 2 * 8 + 2 * 4) * 8
+    kept = state + (16 * record + 2 * 8 if commit == "ring" else 0)
     results = make_engine(commit).generate(PROMPTS, params(32))
     for result, shape in zip(results, SHAPES, strict=True):
         rows = shape.num_rows
-        record = rows * (state if commit == "store_all" else 2 * (4 * 6 + 2 * 8 + 2 * 4) * 8)
-        assert result.state_bytes == state + record
+        assert result.state_bytes == kept + rows * (state if commit == "store_all" else record)
         assert result.conv_bytes == (3 + rows) * 2 * 56 * 8
         assert result.kv_bytes % kv_place == 0
         assert result.kv_bytes <= (len(result.prompt_ids) + 31 + rows) * kv_place

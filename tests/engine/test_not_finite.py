@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from treewy.cache import POLICIES
 from treewy.draft import Draft, NoDrafter
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.request import check_finite
@@ -12,7 +13,6 @@ from treewy.tree import DraftTree
 
 PROMPTS = [[1] * 3, [2] * 4, [9, 8, 7]]
 PARAMS = SamplingParams(max_new_tokens=12)
-POLICIES = ["store_all", "reconstruct"]
 
 
 class Proposes(NoDrafter):

@@ -53,7 +53,20 @@ def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"temperature": 0.7}, UnsupportedError, "Only greedy decoding"),
+        ({"repetition_penalty": 1.1}, UnsupportedError, "repetition_penalty=1.1"),
+        ({"presence_penalty": 0.5}, UnsupportedError, "presence_penalty=0.5"),
+        ({"frequency_penalty": -0.5}, UnsupportedError, "frequency_penalty=-0.5"),
+        ({"min_tokens": 3}, UnsupportedError, "min_tokens=3"),
+        ({"logit_bias": {3: 1.0}}, UnsupportedError, "logit_bias="),
+        ({"bad_words": ["x"]}, UnsupportedError, "bad_words="),
+        ({"grammar": "root ::= x"}, UnsupportedError, "grammar="),
+        ({"temperature": float("inf")}, RequestError, "finite temperature"),
+        ({"top_p": 0.0}, RequestError, "top_p must lie"),
+        ({"top_k": -1}, RequestError, "top_k must be"),
+        ({"min_p": 1.5}, RequestError, "min_p must lie"),
+        ({"seed": -1}, RequestError, "seed must be"),
+        ({"drafts": "beam"}, RequestError, "drafts must be"),
+        ({"logprobs": -1}, RequestError, "logprobs must be"),
         ({"temperature": -1.0}, RequestError, "at least 0; got -1"),
         ({"temperature": float("nan")}, RequestError, "at least 0; got nan"),
         ({"max_new_tokens": 0}, RequestError, "at least 1; got 0"),
@@ -69,7 +82,7 @@ def test_bad_params(options: dict, error: type[TreeWYError], message: str) -> No
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct; got 'replay'"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring; got 'replay'"),
         ({"prefill_chunk": 0}, RequestError, r"prefill_chunk must lie in 1\.\.4096"),
         ({"max_num_seqs": 0}, CapacityError, "at least one slot"),
     ],

@@ -12,7 +12,7 @@ from treewy.tree import DraftTree
 
 def test_rates_count_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count(10)
-    for module in ("engine", "step"):
+    for module in ("session", "step"):
         monkeypatch.setattr(f"treewy.engine.{module}.perf_counter", lambda: float(next(ticks)))
     engine = Engine(ToyTarget(), NoDrafter(), shape=DraftTree([-1]))
     generation = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=5))[0]
@@ -22,7 +22,7 @@ def test_rates_count_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stream_that_waits_to_be_read_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    for module in ("engine", "step"):
+    for module in ("session", "step"):
         monkeypatch.setattr(f"treewy.engine.{module}.perf_counter", lambda: clock[0])
     engine = Engine(ToyTarget(), NoDrafter(), shape=DraftTree([-1]))
     stream = engine.stream([[1, 2, 3]], SamplingParams(max_new_tokens=2))

@@ -14,6 +14,7 @@ from fixtures import MAX_LEN, VOCAB, write_checkpoint
 from hf_steps import continuation, forward, rms_error
 from tolerances import HF_BFLOAT16_FACTOR
 from toy_steps import feed, make_pool
+from treewy.cache import POLICIES
 from treewy.draft import MTPDrafter, NoDrafter
 from treewy.engine import Engine, SamplingParams
 from treewy.errors import RequestError, TreeWYError, UnsupportedError
@@ -208,9 +209,9 @@ def test_other_model_types(tmp_path: Path, draft: str) -> None:
     folder = write_checkpoint(tmp_path)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
     model.save_pretrained(folder)
-    with pytest.raises(UnsupportedError, match=r"qwen3_5_text; got 'llama'"):
+    with pytest.raises(UnsupportedError, match=r"qwen3_5_text, .*olmo_hybrid; got 'llama'"):
         treewy.load(folder, draft=draft)
-    with pytest.raises(UnsupportedError, match=r"qwen3_5_text; got 'llama'"):
+    with pytest.raises(UnsupportedError, match=r"qwen3_5_text, .*olmo_hybrid; got 'llama'"):
         HFTarget(model.eval())
 
 
@@ -225,7 +226,7 @@ def test_a_type_nobody_knows(tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         ({"draft": "eagle"}, UnsupportedError, "mtp, ngram, model, none; got 'eagle'"),
-        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct; got 'replay'"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring; got 'replay'"),
         ({"dtype": "float8"}, RequestError, "float32, bfloat16; got 'float8'"),
     ],
 )
@@ -241,7 +242,7 @@ def test_names_that_are_neither_folder_nor_hub_id(name: str) -> None:
         resolve(name)
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 def test_bfloat16(text_checkpoint: Path, commit: str) -> None:
     """Weights, windows and keys in bfloat16, states in the dtype the config asks for; logits err as stock's do."""
     engine = treewy.load(text_checkpoint, dtype="bfloat16", commit=commit)

@@ -1,11 +1,9 @@
 """`treewy.generate` on a model the caller already has: same tokens as `model.generate`, and the model as it was."""
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCondit
 
 import treewy
 from fixtures import EOS, VOCAB, write_checkpoint
-from hf_steps import continuation
+from hf_steps import continuation, state_of
+from treewy.cache import POLICIES
 from treewy.errors import RequestError, ShapeError, TreeWYError, UnsupportedError
 from treewy.hf import attach
 from treewy.hf.checkpoint import load_mtp_weights
@@ -30,27 +29,6 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(PROMPTS), torch.tensor(MASK)
 
 
-def state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return everything of the model that a borrower might leave changed."""
-    parameters = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        parameters.update(name.encode() + tensor.numpy().tobytes())
-    return {
-        "parameters": parameters.hexdigest(),
-        "pointers": [p.data_ptr() for p in model.parameters()],
-        "gradients": [p.requires_grad for p in model.parameters()],
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-        "forwards": {name: vars(module).get("forward") for name, module in model.named_modules()},
-        "training": {name: module.training for name, module in model.named_modules()},
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "attention": {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
-        "config": model.config.to_json_string(),
-        "generation": model.generation_config.to_json_string(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
-    }
-
-
 @pytest.fixture
 def unchanged(text_model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model, checked to be afterwards what it was before."""
@@ -61,7 +39,7 @@ def unchanged(text_model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     assert torch.equal(text_model(torch.tensor([[1, 2, 3]])).logits, logits)
 
 
-@pytest.mark.parametrize("commit", ["reconstruct", "store_all"])
+@pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("shape", [None, TREE])
 def test_equals_generate(model: PreTrainedModel, commit: str, shape: DraftTree | None) -> None:
     """A left-padded batch, by the head and by stock: same tokens, same layout."""
@@ -250,7 +228,7 @@ def test_a_model_that_was_not_loaded(
         ({"attention_mask": torch.zeros(1, 3, dtype=torch.int64)}, RequestError, "prompt 0 is empty"),
         ({"input_ids": torch.tensor([[1, VOCAB]])}, RequestError, f"prompt 0 holds {VOCAB}"),
         ({"draft": "eagle"}, UnsupportedError, "mtp, ngram, model, none; got 'eagle'"),
-        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct"),
+        ({"commit": "replay"}, UnsupportedError, "store_all, reconstruct, ring"),
         ({"max_new_tokens": 0}, RequestError, "at least 1"),
         ({"checkpoint": "/nowhere"}, RequestError, "'/nowhere' is neither"),
     ],

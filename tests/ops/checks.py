@@ -159,16 +159,17 @@ def arithmetic(problem: Problem, kind: str = "record") -> Arithmetic:
 def check_against_walk(problem: Problem, kind: str = "record") -> None:
     """Rung 3, ordinary keys: at most WALK_FACTOR times the float32 walk's error, and a floor."""
     measured = arithmetic(problem, kind)
-    _check_factor(measured, measured.walk, WALK_FACTOR)
+    check_factor(measured, measured.walk, WALK_FACTOR)
 
 
 def check_against_substitution(problem: Problem, kind: str = "record") -> None:
     """Rung 3, hard keys: at most SUBSTITUTION_FACTOR times float32 forward substitution's error, and a floor."""
     measured = arithmetic(problem, kind)
-    _check_factor(measured, measured.substitution, SUBSTITUTION_FACTOR)
+    check_factor(measured, measured.substitution, SUBSTITUTION_FACTOR)
 
 
-def _check_factor(measured: Arithmetic, oracle: Errors, factor: float) -> None:
+def check_factor(measured: Arithmetic, oracle: Errors, factor: float) -> None:
+    """Assert that the op's errors are at most `factor` times the oracle's, and a floor."""
     for part in Errors._fields:
         op, walk, bound = (geometric_mean(getattr(x, part)) for x in (measured.op, measured.walk, oracle))
         assert op <= factor * bound + FLOAT32_FLOOR, (

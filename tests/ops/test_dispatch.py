@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ops.problems import SHAPES, make
+from ops.rings import empty_history
 from treewy.errors import BackendError
 from treewy.ops import attention, conv, gdn
 from treewy.ops.dispatch import BACKENDS, compute_dtype
@@ -23,6 +24,12 @@ CALLS = {
     ),
     "gdn.commit_snapshots": lambda backend: gdn.commit_snapshots(
         PROBLEM.state.clone(), PROBLEM.slots, gdn.verify_snapshots(*PROBLEM).record, PATH, backend=backend
+    ),
+    "gdn.append": lambda backend: gdn.append(
+        empty_history(PROBLEM.state, 2, 2), PROBLEM.slots, gdn.verify(*PROBLEM).record, PATH, backend=backend
+    ),
+    "gdn.fold": lambda backend: gdn.fold(
+        PROBLEM.state.clone(), PROBLEM.slots, empty_history(PROBLEM.state, 2, 2), backend=backend
     ),
     "conv.verify": lambda backend: conv.verify(ROWS, WEIGHT, None, WINDOW, SLOTS, PROBLEM.tree, backend=backend),
     "conv.commit": lambda backend: conv.commit(WINDOW, SLOTS, ROWS, PATH, backend=backend),

@@ -6,8 +6,9 @@ import torch
 
 from ops.checks import KINDS, arithmetic, assert_close, committed_pool, geometric_mean, relative, walked
 from ops.problems import SHAPES, make
+from ops.rings import empty_history
 from tolerances import DRAWS, EXACT, FLOAT32_FLOOR, SUBSTITUTION_FACTOR
-from treewy.ops import attention, conv
+from treewy.ops import attention, conv, gdn
 from treewy.packed import pack, pack_paths
 from treewy.tree import DraftTree
 
@@ -29,6 +30,27 @@ def test_algebra(kind):
     assert_close(verified.o.cpu(), want.o, EXACT)
     KINDS[kind].commit(device.state, device.slots, verified.record, pack_paths(device.tree, paths))
     assert_close(device.state.cpu(), committed_pool(problem, pack_paths(problem.tree, paths), want), EXACT)
+
+
+def test_a_history():
+    """Verify beside a history, append to it and fold it: what the reference does on the host."""
+    names = ["scattered", "chain 31", "root"]
+    problem = make([SHAPES[name] for name in names], slots=[5, -1, 2], num_slots=7, num_rows=44, strong_gate=-200.0)
+    results = []
+    for operands, backend in ((problem, "reference"), (on_gpu(problem), "eager")):
+        state = operands.state.clone()
+        history = empty_history(state.cpu(), 2, 8)
+        history = gdn.History(*(part.to(state.device) for part in history))
+        outputs = []
+        for paths in ([[0, 3, 4], [0], []], [[0], [0], [0]], [[0, 3], [], [0]]):
+            verified = gdn.verify(*operands[:5], state, *operands[6:], history=history, backend=backend)
+            gdn.append(history, operands.slots, verified.record, pack_paths(operands.tree, paths), backend=backend)
+            outputs.append(verified.o.cpu())
+        assert history.lengths.tolist() == [0, 0, 2, 0, 0, 6, 0]
+        gdn.fold(state, operands.slots, history, backend=backend)
+        results.append([*outputs, state.cpu()])
+    for host, device in zip(*results, strict=True):
+        assert_close(device, host.numpy(), EXACT)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,18 +8,19 @@ from treewy.cache.layer import AttentionLayer, AttentionSpec, LayerSpec, LinearL
 from treewy.cache.policy import Policy
 from treewy.cache.step import AttentionPending, LinearPending, Pending, Step, storage_bytes
 from treewy.errors import CapacityError
-from treewy.ops import attention, conv
+from treewy.ops import attention, conv, gdn
+from treewy.ops.gdn import History
+from treewy.ops.slots import INERT
 from treewy.packed import PackedTree, pack_paths
 from treewy.tree import topology
-
-INERT = -1
 
 
 class CachePool:
     """Memory of all layers for `num_slots` sequences.
 
-    A slot goes through allocate, any number of (begin, commit), free. `begin` reads; only `commit` writes, to all
-    layers or, if it fails half way, to none that can still be read: such a slot is torn until freed.
+    A slot goes through allocate, any number of (begin, commit), free. A step reads; `commit` writes, to all layers or,
+    if it fails half way, to none that can still be read: such a slot is torn until freed. `materialize` moves committed
+    rows from histories into states, which changes where a sequence's memory lies and not what it is.
 
     Args:
         specs: One per layer, in layer order.
@@ -48,7 +49,8 @@ class CachePool:
             raise CapacityError(f"A pool must have at least one slot; got {num_slots}. Raise max_num_seqs.")
         self.policy, self.num_slots, self.max_len = policy, num_slots, max_len
         self.device = torch.device(device)
-        self.layers = [_make_layer(spec, num_slots, dtype, state_dtype or dtype, device) for spec in specs]
+        history = policy.num_history_rows
+        self.layers = [_make_layer(spec, num_slots, dtype, state_dtype or dtype, device, history) for spec in specs]
         self._poison = poison
         self._free = list(range(num_slots))[::-1]
         self._lengths: dict[int, int] = {}
@@ -108,9 +110,12 @@ class CachePool:
     def begin(self, tree: PackedTree, slots: Sequence[int], policy: Policy | None = None) -> Step:
         """Open a step over these sequences; -1 marks an inert one. `policy` overrides the pool's for this step.
 
+        A policy that keeps no history reads states alone: the slots are materialized for it.
+
         Raises:
             CapacityError: a slot is not taken, taken twice, torn, or its longest path would pass `max_len`.
         """
+        policy = policy or self.policy
         taken = [slot for slot in slots if slot != INERT]
         if len(set(taken)) != len(taken):
             raise CapacityError(
@@ -125,7 +130,9 @@ class CachePool:
                     f"A sequence must stay within {self.max_len} tokens; slot {slot} holds {length} and the step's "
                     f"longest path has {longest}. Shorten the tree."
                 )
-        return Step(self, policy or self.policy, tree, tuple(slots), lengths)
+        if not policy.num_history_rows:
+            self._materialize(taken)
+        return Step(self, policy, tree, tuple(slots), lengths)
 
     def commit(self, pending: Pending, paths: Sequence[Sequence[int]]) -> None:
         """Write each sequence's accepted path to every layer; an empty path changes nothing.
@@ -156,9 +163,22 @@ class CachePool:
                 self._versions[slot] += 1
         self._torn.difference_update(written)
 
+    def materialize(self, slot: int) -> None:
+        """Make the states of `slot` current: fold what its histories hold; nothing to do if they are empty.
+
+        The sequence's memory stays what it was, so its version stays, and what is pending for it can still be committed.
+
+        Raises:
+            CapacityError: the slot is not taken, or torn.
+        """
+        if slot != INERT:
+            self._require_taken(slot)
+            self._require_whole(slot)
+            self._materialize([slot])
+
     def slot_bytes(self, slot: int) -> tuple[int, int, int]:
-        """Return committed (state, conv, kv) bytes of one slot; kv counts committed places only."""
-        state = sum(x.state[slot].nbytes for x in self.layers if isinstance(x, LinearLayer))
+        """Return committed (state, conv, kv) bytes of one slot; state counts its whole history, kv committed places only."""
+        state = sum(x.state_bytes(slot) for x in self.layers if isinstance(x, LinearLayer))
         window = sum(x.window[slot].nbytes for x in self.layers if isinstance(x, LinearLayer))
         softmax = [x for x in self.layers if isinstance(x, AttentionLayer)]
         kv = sum(x.keys[slot, : self.length(slot)].nbytes * 2 for x in softmax)
@@ -166,8 +186,7 @@ class CachePool:
 
     def pool_bytes(self) -> int:
         """Return the bytes of the pool's real storages."""
-        tensors = [x for layer in self.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
-        return storage_bytes(iter(tensors))
+        return storage_bytes(x for layer in self.layers for x in layer.tensors())
 
     def check_integrity(self) -> None:
         """Check that every slot is either free once or taken once, and that none is torn.
@@ -190,6 +209,27 @@ class CachePool:
             longest = max(self._lengths.values(), default=0)
             if isinstance(layer, AttentionLayer) and longest > layer.num_places:
                 raise CapacityError(f"Committed places must exist; length {longest} of {layer.num_places} places.")
+        for slot, length in self._lengths.items():
+            held = {int(history.lengths[slot]) for _, history in self._histories()}
+            if len(held) > 1 or not all(0 <= rows <= length for rows in held):
+                raise CapacityError(
+                    f"Layers must hold the same committed rows in their histories; slot {slot} has {length} tokens and "
+                    f"histories of {sorted(held)} rows. Free it and prefill its sequence again."
+                )
+
+    def _histories(self) -> list[tuple[LinearLayer, History]]:
+        linear = [layer for layer in self.layers if isinstance(layer, LinearLayer)]
+        return [(layer, layer.history) for layer in linear if layer.history is not None]
+
+    def _materialize(self, taken: Sequence[int]) -> None:
+        histories = self._histories()
+        slots = torch.tensor(taken, dtype=torch.int64, device=self.device)
+        # Layers are folded one by one, like layers of a commit: dying between them tears.
+        if histories:
+            self._torn.update(taken)
+            for layer, history in histories:
+                gdn.fold(layer.state, slots, history)
+            self._torn.difference_update(taken)
 
     def _check_pending(self, pending: Pending) -> None:
         # A commit that died is not tried again: the layers it reached would move twice.
@@ -223,8 +263,15 @@ class CachePool:
 
 
 def _make_layer(
-    spec: LayerSpec, num_slots: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device | str
+    spec: LayerSpec,
+    num_slots: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device | str,
+    num_history_rows: int,
 ) -> LinearLayer | AttentionLayer:
     if isinstance(spec, AttentionSpec):
         return AttentionLayer(spec, num_slots, dtype=dtype, device=device)
-    return LinearLayer(spec, num_slots, dtype=dtype, state_dtype=state_dtype, device=device)
+    return LinearLayer(
+        spec, num_slots, dtype=dtype, state_dtype=state_dtype, device=device, num_history_rows=num_history_rows
+    )

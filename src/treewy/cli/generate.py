@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from treewy.errors import RequestError, UnsupportedError
+from treewy.errors import RequestError
 
 if TYPE_CHECKING:
     from treewy.engine import Generation
@@ -34,37 +34,42 @@ class Generate:
     in best:16, with depth best:16x5, with children per row best:16x5x3."""
     chain: Annotated[int | None, arg(metavar="INT")] = None
     """Draft chain of this many tokens. Left out: 3, unless there is a tree."""
-    commit: Literal["store_all", "reconstruct"] = "reconstruct"
-    """store_all keeps a state per draft until one is accepted (the baseline); reconstruct rebuilds the accepted one."""
+    commit: Literal["store_all", "reconstruct", "ring"] = "reconstruct"
+    """store_all keeps a state per draft until one is accepted (the baseline); reconstruct rebuilds the accepted one; ring
+    collects accepted rows and writes the state once in many."""
     max_new_tokens: int = 64
     """Most tokens to generate."""
     temperature: float = 0.0
-    """0 decodes greedily; other values are not supported yet."""
+    """0 decodes greedily; above it, tokens are sampled."""
     top_p: float = 1.0
-    """Not supported yet."""
+    """Sample from the most likely tokens that reach this probability together. 1 keeps all."""
     top_k: int = 0
-    """Not supported yet."""
+    """Sample from this many most likely tokens. 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this times as likely as the most likely one. 0 keeps all."""
     seed: Annotated[int | None, arg(metavar="INT")] = None
-    """Not supported yet."""
+    """Of sampling. Left out: a fresh one, which --json reports."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights. auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """cpu, cuda or cuda:N. auto: the GPU if there is one."""
     compare: Annotated[bool, FlagCreatePairsOff] = False
-    """Also decode under the other commit policy, without drafts and with stock transformers, and compare."""
+    """Also decode under the other commit policies, without drafts and with stock transformers, and compare."""
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print one JSON object instead of text."""
 
     def run(self) -> None:
         """Run the command."""
-        self._refuse_what_is_not_there()
+        self._refuse_contradictions()
         from treewy.cli.session import Session
 
         session = Session.open(self)
         generation = session.stream() if not self.json else session.run()
         comparison = session.compare(generation) if self.compare else None
         if self.json:
-            print(json.dumps(summary(generation) | ({"compare": comparison} if comparison else {})))
+            extra: dict[str, Any] = {"seed": session.params.seed} if self.temperature > 0 else {}
+            extra |= {"compare": comparison} if comparison else {}
+            print(json.dumps(summary(generation) | extra))
         else:
             session.print_report(generation, comparison)
 
@@ -80,12 +85,11 @@ class Generate:
             raise RequestError("A prompt must hold at least one token; the prompt is empty. Give it some text.")
         return text
 
-    def _refuse_what_is_not_there(self) -> None:
-        if self.temperature != 0 or self.top_p != 1.0 or self.top_k != 0 or self.seed is not None:
-            raise UnsupportedError(
-                "Only greedy decoding is supported so far; got "
-                f"temperature {self.temperature}, top-p {self.top_p}, top-k {self.top_k}, seed {self.seed}. "
-                "Leave them at their defaults."
+    def _refuse_contradictions(self) -> None:
+        if self.compare and self.temperature != 0:
+            raise RequestError(
+                "Only greedy decoding gives one text to compare; got compare with temperature "
+                f"{self.temperature}. Drop one of them."
             )
         if self.draft == "none" and (self.tree is not None or self.chain is not None):
             raise RequestError("A draft shape needs a drafter; got draft none with a shape. Drop one of them.")

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 
 import tyro
 
+from treewy.cli.bench import Bench
 from treewy.cli.doctor import Doctor, package_version
 from treewy.cli.generate import Generate
+from treewy.cli.plan import Plan
 from treewy.errors import TreeWYError
 
 OK, FAILED, USAGE = 0, 1, 2
 PROGRAM = "treewy"
 DESCRIPTION = "Lossless tree speculative decoding for hybrid LLMs."
-COMMANDS = {"generate": Generate, "doctor": Doctor}
+COMMANDS = {"generate": Generate, "plan": Plan, "bench": Bench, "doctor": Doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +59,7 @@ def _failed(error: Exception | KeyboardInterrupt) -> int:
     return FAILED
 
 
-def _parse(arguments: list[str]) -> Generate | Doctor:
+def _parse(arguments: list[str]) -> Generate | Plan | Bench | Doctor:
     if arguments in (["--version"], ["-V"]):
         print(f"{PROGRAM} {package_version(PROGRAM)}")
         raise SystemExit(OK)

@@ -1,31 +1,27 @@
 """One run of `treewy generate`: a model in memory, engines over it, and what a person or a script sees."""
 
-import os
+import secrets
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from treewy.cache import POLICIES
 from treewy.cli.generate import Generate, summary
+from treewy.cli.loading import load_checkpoint
+from treewy.cli.terminal import progress_bar, status
 from treewy.draft import Shape, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
 from treewy.engine.request import check_finite
 from treewy.engine.stream import Tokenizer
-from treewy.errors import RequestError
-from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
-from treewy.hf.load import build_engine, eos_ids, load_draft_model, resolve_dtype
+from treewy.hf.load import build_engine, eos_ids, load_draft_model
 from treewy.hf.stock import stock_generate
 
 STYLES = {
@@ -55,17 +51,19 @@ class Session:
     def open(cls, options: Generate) -> "Session":
         """Check everything that can be checked without weights, then load them."""
         shape = parse_shape(tree=options.tree, chain=options.chain)
-        params = SamplingParams(max_new_tokens=options.max_new_tokens, record_gaps=options.compare)
-        text, device = options.text(), resolve_device(options.device)
-        dtype = resolve_dtype(None if options.dtype == "auto" else options.dtype, device)
-        _quieten_transformers()
-        with _status("loading the model"):
-            folder = resolve(options.model)
-            tokenizer = load_tokenizer(folder)
-            model = load_model(folder, dtype, device)
-            named = options.draft_model
-            draft_model = None if named is None else load_draft_model(named, model, tokenizer)
-        _settle_threads(model, device)
+        params = SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=secrets.randbits(32) if options.seed is None else options.seed,
+            record_gaps=options.compare,
+        )
+        text = options.text()
+        folder, model, tokenizer = load_checkpoint(options.model, options.dtype, options.device)
+        named = options.draft_model
+        draft_model = None if named is None else load_draft_model(named, model, tokenizer)
         return cls(options, folder, model, draft_model, tokenizer, shape, params, list(tokenizer.encode(text)))
 
     @cached_property
@@ -76,7 +74,7 @@ class Session:
     def run(self) -> Generation:
         """Decode with a progress bar on stderr."""
         self._warm_up(self.engine)
-        with _progress() as progress:
+        with progress_bar() as progress:
             task = progress.add_task("decoding", total=self.params.max_new_tokens)
             events = self.engine.stream([self.prompt], self.params)
             while True:
@@ -110,15 +108,15 @@ class Session:
                 show(piece, STYLES[kind])
 
     def compare(self, generation: Generation) -> dict[str, Any]:
-        """Decode again without drafts, under the other policy and with stock transformers; return all side by side."""
-        with _status("decoding without drafts"):
+        """Decode again without drafts, under the other policies and with stock transformers; return all side by side."""
+        with status("decoding without drafts"):
             none = self._variant("none", "reconstruct")
         by_policy = {self.options.commit: generation}
         for policy in POLICIES:
             if policy not in by_policy:
-                with _status(f"decoding with {policy}"):
+                with status(f"decoding with {policy}"):
                     by_policy[policy] = self._variant(self.options.draft, policy)
-        with _status("decoding with stock transformers"):
+        with status("decoding with stock transformers"):
             stock = stock_generate(self.model, self.prompt, self.params.max_new_tokens, eos_ids(self.model))
         difference = _difference(none, generation.token_ids)
         return {
@@ -155,7 +153,7 @@ class Session:
 
     def _warm_up(self, engine: Engine) -> None:
         """Decode a few tokens untimed: the first step of a process pays for what later ones do not."""
-        with _status("warming up"):
+        with status("warming up"):
             engine.generate([self.prompt], WARM_UP)
 
     def _engine(self, draft: str, commit: str) -> Engine:
@@ -174,27 +172,6 @@ class Session:
 def _finite(generation: Generation) -> Generation:
     check_finite(generation)
     return generation
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device meant by `--device`.
-
-    Raises:
-        RequestError: the name is unknown, or the device is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise RequestError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}. Choose one of them.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RequestError(
-            f"A CUDA device must be there to be used; got {name!r} and {torch.cuda.device_count()} devices. Use cpu."
-        )
-    return device
 
 
 def _difference(none: Generation, token_ids: list[int]) -> dict[str, Any] | None:
@@ -241,32 +218,3 @@ def _title(options: Generate, comparison: dict[str, Any]) -> str:
 
 def _differs(figures: Any) -> bool:
     return isinstance(figures, dict) and figures.get("first_diff") is not None
-
-
-def _status(what: str) -> AbstractContextManager[Any]:
-    """Say on a terminal what takes time; elsewhere nothing."""
-    console = Console(stderr=True)
-    return console.status(f"{what} ...") if console.is_terminal else nullcontext()
-
-
-# Below this many parameters, products are too small to share: more threads only wait for each other, and on a busy
-# machine starve (seen on 2 cores: idle 95 tokens/s with one thread against 113, busy 105 against 35).
-SMALL_MODEL = 32_000_000
-
-
-def _settle_threads(model: PreTrainedModel, device: torch.device) -> None:
-    """Run small models on one CPU thread, unless OMP_NUM_THREADS says otherwise."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL_MODEL:
-        torch.set_num_threads(1)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _quieten_transformers() -> None:
-    """Keep transformers' notes and bars off stderr: the command line says itself what it is doing."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from treewy.engine.engine import Engine
 from treewy.engine.request import Generation, SamplingParams
-from treewy.engine.stream import StreamEvent, TokenKind
+from treewy.engine.session import Session
+from treewy.engine.stream import StreamEvent, TokenKind, TokenLogprobs
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StreamEvent", "TokenKind"]
+__all__ = ["Engine", "Generation", "SamplingParams", "Session", "StreamEvent", "TokenKind", "TokenLogprobs"]

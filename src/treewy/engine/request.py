@@ -2,11 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from treewy.draft import Shape
-from treewy.engine.stream import Detokenizer, TokenKind
+from treewy.draft import Draws, Shape
+from treewy.engine.stream import Detokenizer, TokenKind, TokenLogprobs
 from treewy.errors import RequestError, TreeWYError, UnsupportedError
+from treewy.sampling import ACCEPT, DRAFT, Law, Stream
 from treewy.tree import DraftTree
+
+# Wishes that other engines know and this one does not: name and the value that wishes nothing.
+_UNSUPPORTED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "bad_words": None,
+    "grammar": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +29,45 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Most tokens to generate.
-        temperature: 0 for greedy decoding, the only kind so far.
+        temperature: 0 for greedy decoding; above it, tokens are sampled.
+        top_k, top_p, min_p: Which tokens can be sampled (see `sampling.Law`); without effect at temperature 0.
+        seed: Of what is random: the same seed gives the same tokens, alone and in any batch. None takes a fresh one.
+        drafts: At a temperature, whether a drafter that can draw draws its drafts from the same kind of law ("sampled"), or
+            proposes what it finds most likely ("argmax"). The law of the text is the same. With "argmax" so are, up to
+            rounding, the tokens of a seed with and without drafts.
+        logprobs: Record the log-probability of each token, and of this many most likely ones; None records nothing. They
+            are the model's own, before temperature and truncation.
         stop: Strings at which the text ends; the string itself is not part of the text.
         ignore_eos: Go on past the end-of-text token.
         shape: Draft shape or budget of this request; None for the engine's.
         record_gaps: Keep the target's top-2 logit gap at every token, to judge near-ties by.
+        repetition_penalty, presence_penalty, frequency_penalty, min_tokens, logit_bias, bad_words, grammar: Not supported;
+            named here so that a wish is refused, not lost.
 
     Raises:
         RequestError: a value is out of range.
-        UnsupportedError: a temperature above 0.
+        UnsupportedError: a penalty or constraint is asked for.
     """
 
     max_new_tokens: int = 64
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    drafts: str = "sampled"
+    logprobs: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     shape: Shape | None = None
     record_gaps: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Any = None
+    bad_words: Any = None
+    grammar: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
@@ -40,10 +76,26 @@ class SamplingParams:
             )
         if not self.temperature >= 0:
             raise RequestError(f"temperature must be at least 0; got {self.temperature}. Use 0 for greedy decoding.")
-        if self.temperature > 0:
-            raise UnsupportedError(
-                f"Only greedy decoding is supported so far; got temperature {self.temperature}. Use temperature 0."
+        # At temperature 0 they have no effect, but nonsense is nonsense all the same.
+        _law(self, self.temperature or 1.0)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise RequestError(
+                f"seed must be an integer of at least 0; got {self.seed!r}. Leave it out for a fresh one."
             )
+        if self.drafts not in ("sampled", "argmax"):
+            raise RequestError(f"drafts must be 'sampled' or 'argmax'; got {self.drafts!r}. Choose one of them.")
+        if self.logprobs is not None and (
+            isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0
+        ):
+            raise RequestError(
+                f"logprobs must be an integer of at least 0; got {self.logprobs!r}. Use 0 for the chosen tokens alone."
+            )
+        for name, nothing in _UNSUPPORTED.items():
+            if getattr(self, name) != nothing:
+                raise UnsupportedError(
+                    f"Penalties and constraints are not supported; got {name}={getattr(self, name)!r:.80}. "
+                    f"Leave {name} at {nothing!r}."
+                )
         if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(
                 f"stop must be a list of non-empty strings; got {self.stop!r}. Wrap a single string in a list."
@@ -63,6 +115,7 @@ class Stats:
     num_drafted: int = 0
     kinds: list[TokenKind] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     state_bytes: int = 0
     conv_bytes: int = 0
     kv_bytes: int = 0
@@ -107,6 +160,27 @@ class Request:
         """Tokens it may still generate."""
         return self.max_new_tokens - len(self.output)
 
+    @cached_property
+    def law(self) -> Law | None:
+        """The law its tokens follow; None for greedy decoding."""
+        return _law(self.params, self.params.temperature) if self.params.temperature > 0 else None
+
+    @cached_property
+    def coin(self) -> Stream:
+        """What its tokens are chosen with."""
+        return Stream(self.params.seed, ACCEPT)
+
+    @cached_property
+    def draws(self) -> Draws | None:
+        """How its drafts are drawn; None where they are chosen."""
+        if self.law is None or self.params.drafts == "argmax":
+            return None
+        return Draws(self.law, Stream(self.params.seed, DRAFT))
+
+
+def _law(params: SamplingParams, temperature: float) -> Law:
+    return Law(temperature=temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -115,7 +189,8 @@ class Generation:
     Attributes:
         text: Generated text, or "" without a tokenizer.
         token_ids: Generated tokens, the end-of-text token included if it was generated.
-        finish_reason: "eos", "stop" or "length"; "error" if the target's logits were not finite, after the tokens so far.
+        finish_reason: "eos", "stop" or "length"; "abort" if it was aborted; "error" if the target's logits were not finite,
+            after the tokens so far.
         num_verify_steps: Decoding forwards of the target, prefill apart.
         num_drafted: Draft tokens verified.
         accept_hist: Steps by the number of tokens they delivered.
@@ -123,6 +198,7 @@ class Generation:
         not_first_sibling_share: Share of accepted nodes that are not their parent's first child.
         kinds: Kind of each token.
         top2_gaps: Target's top-2 logit gap at each token, if asked for.
+        logprobs: Log-probabilities at each token, if asked for.
         tokens_per_s: Tokens after the first, over the time since the first.
         state_bytes, conv_bytes, kv_bytes: Peak per sequence: committed memory and what steps kept until commit.
     """
@@ -138,6 +214,7 @@ class Generation:
     not_first_sibling_share: float
     kinds: list[TokenKind]
     top2_gaps: list[float]
+    logprobs: list[TokenLogprobs]
     tokens_per_s: float
     time_to_first_token_s: float
     state_bytes: int
@@ -167,6 +244,7 @@ def finished(request: Request) -> Generation:
         not_first_sibling_share=s.num_not_first_sibling / s.num_accepted if s.num_accepted else 0.0,
         kinds=s.kinds,
         top2_gaps=s.gaps,
+        logprobs=s.logprobs,
         tokens_per_s=(len(request.output) - 1) / decode_s if decode_s > 0 else 0.0,
         time_to_first_token_s=s.first_token - s.started,
         state_bytes=s.state_bytes,

@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from treewy.accept import Accepted, walk_choices
+from treewy.accept import Accepted, Choice, choose_sampled, walk, walk_choices
 from treewy.cache import Batch, CachePool, get_policy
 from treewy.cache.step import Pending
-from treewy.draft import Committed, Drafter, Root
+from treewy.draft import Committed, Draft, Drafter, Root
 from treewy.draft.shape import cut_to_depth
 from treewy.engine.request import Request
-from treewy.engine.stream import StreamEvent, TokenKind
+from treewy.engine.stream import StreamEvent, TokenKind, TokenLogprobs
 from treewy.errors import TreeError
 from treewy.model import Target, Verified
 from treewy.packed import PackedTree, pack
-from treewy.shapes import Tensor
+from treewy.sampling import log_probabilities
+from treewy.shapes import Float, Tensor
 from treewy.tree import DraftTree
 
 PREFILL_POLICY = "reconstruct"
@@ -41,22 +42,22 @@ def speculate(machine: Machine, requests: Sequence[Request]) -> list[StreamEvent
     target, drafter, cache, _ = machine
     drafts = drafter.propose([_root(request) for request in requests])
     trees = [draft.tree for draft in drafts]
-    tokens = _drafted(trees, requests, machine)
+    tokens = _drafted(drafts, requests, machine)
     packed = pack(trees, device=target.device)
     verified = target.verify(Batch(packed, _ids(tokens, target), _slots(requests)), cache)
     choices = _choices(verified.logits)
 
     starts = packed.starts
     events, paths = [], []
-    for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-        accepted = walk_choices(tree, choices[starts[i] : starts[i + 1]])
+    for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        tree, span = draft.tree, slice(starts[i], starts[i + 1])
+        accepted = _accept(request, draft, verified.logits[span], choices[span])
         sound = accepted.cut(len(accepted.tokens) - (accepted.tokens[-1] == NOT_FINITE))
         event = deliver(request, sound.tokens, _kinds(accepted, tree), machine.eos_ids)
         cut = sound.cut(len(event.token_ids))
         if cut.tokens:
             request.stats.count_step(tree, cut.path, len(cut.tokens), was_cut=cut is not accepted)
-            _record_gaps(request, verified.logits, [starts[i] + row for row in cut.path])
-        events.append(event)
+        events.append(_recorded(event, request, verified.logits, [starts[i] + row for row in cut.path]))
         paths.append(cut.path)
     _measure(requests, packed, verified.pending, cache)
     cache.commit(verified.pending, paths)
@@ -86,10 +87,12 @@ def prefill(machine: Machine, requests: Sequence[Request], chunk: int) -> list[S
         if request.prefilled < len(request.prompt):
             following.append(request.prompt[request.prefilled])
             continue
-        first = [choices[place]] if choices[place] != NOT_FINITE else []
-        following.append(choices[place] if first else part[-1])
-        events.append(deliver(request, first, [TokenKind.PREFILL], machine.eos_ids))
-        _record_gaps(request, verified.logits, [place] if first else [])
+        row = slice(place, place + 1)
+        token = _accept(request, Draft(DraftTree([-1], [part[-1]])), verified.logits[row], choices[row]).tokens[0]
+        first = [token] if token != NOT_FINITE else []
+        following.append(token if first else part[-1])
+        event = deliver(request, first, [TokenKind.PREFILL], machine.eos_ids)
+        events.append(_recorded(event, request, verified.logits, [place] if first else []))
         _keep_peak(request, cache.slot_bytes(_slot(request)))
     hidden = verified.hidden
     rows = zip(requests, parts, following, packed.starts, strict=False)
@@ -135,7 +138,25 @@ def deliver(
 
 def _root(request: Request) -> Root:
     # A step delivers up to depth + 1 tokens: deeper rows than the request can still use are not drafted.
-    return Root(_slot(request), request.output[-1], cut_to_depth(request.shape, request.num_left - 1))
+    return Root(_slot(request), request.output[-1], cut_to_depth(request.shape, request.num_left - 1), request.draws)
+
+
+def _accept(request: Request, draft: Draft, logits: Float[Tensor, "T vocab"], choices: list[int]) -> Accepted:
+    """Apply the request's rule to one tree; a row whose logits say nothing is followed by `NOT_FINITE`."""
+    if request.law is None:
+        return walk_choices(draft.tree, choices)
+    return walk(draft.tree, lambda row: _sampled(request, draft, row, logits[row : row + 1], choices[row]))
+
+
+def _sampled(request: Request, draft: Draft, row: int, logits: Float[Tensor, "1 vocab"], choice: int) -> Choice:
+    """Choose what follows one row: laws are computed of the rows on the way only."""
+    assert request.law is not None
+    if choice == NOT_FINITE:
+        return Choice(NOT_FINITE, None)
+    target = request.law.probabilities(logits)[0].cpu().numpy()
+    drawn_from = draft.laws.get(row)
+    drawn_from = None if drawn_from is None else drawn_from.cpu().numpy()
+    return choose_sampled(draft.tree, row, target, drawn_from, request.coin)
 
 
 def _choices(logits: Tensor) -> list[int]:
@@ -145,9 +166,10 @@ def _choices(logits: Tensor) -> list[int]:
     return torch.where(finite, chosen, NOT_FINITE).tolist()
 
 
-def _drafted(trees: Sequence[DraftTree], requests: Sequence[Request], machine: Machine) -> list[int]:
+def _drafted(drafts: Sequence[Draft], requests: Sequence[Request], machine: Machine) -> list[int]:
     """Return the tokens of all rows, checked: a wrong root would be a wrong text, not just a wrong draft."""
     drafter, vocab_size = type(machine.drafter).__name__, machine.target.vocab_size
+    trees = [draft.tree for draft in drafts]
     roots = [tree.tokens[0] if tree.tokens else None for tree in trees]
     wanted = [request.output[-1] for request in requests]
     if roots != wanted:
@@ -185,10 +207,26 @@ def _committed(
     return committed
 
 
-def _record_gaps(request: Request, logits: Tensor, rows: list[int]) -> None:
-    if request.params.record_gaps and rows:
+def _recorded(event: StreamEvent, request: Request, logits: Tensor, rows: list[int]) -> StreamEvent:
+    """Record what the request wants to know of its new tokens, from the rows they follow; return the event with it."""
+    params, stats = request.params, request.stats
+    if not rows:
+        return event
+    if params.record_gaps:
         top = logits[rows].double().topk(2, dim=-1).values
-        request.stats.gaps += (top[:, 0] - top[:, 1]).tolist()
+        stats.gaps += (top[:, 0] - top[:, 1]).tolist()
+    if params.logprobs is None:
+        return event
+    logprobs = log_probabilities(logits[rows])
+    best = logprobs.topk(min(params.logprobs, logprobs.shape[-1]), dim=-1)
+    new = [
+        TokenLogprobs(float(row[token]), dict(zip(ids, values, strict=True)))
+        for row, token, ids, values in zip(
+            logprobs, event.token_ids, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]
+    stats.logprobs += new
+    return event._replace(logprobs=new)
 
 
 def _measure(requests: Sequence[Request], packed: PackedTree, pending: Pending, cache: CachePool) -> None:

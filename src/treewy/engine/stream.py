@@ -15,6 +15,18 @@ class TokenKind(Enum):
     PLAIN = "plain"  # decoded without drafts
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one token, under the model's own law.
+
+    Attributes:
+        logprob: Of the token.
+        top: Of the most likely tokens, best first.
+    """
+
+    logprob: float
+    top: dict[int, float]
+
+
 class StreamEvent(NamedTuple):
     """New tokens of one request.
 
@@ -25,6 +37,7 @@ class StreamEvent(NamedTuple):
         pieces: Text each token released. A token may release none: a character may still be incomplete, or a stop
             string may have begun.
         finish_reason: Set with the last event of a request.
+        logprobs: Of each token, if asked for.
     """
 
     index: int
@@ -32,6 +45,7 @@ class StreamEvent(NamedTuple):
     kinds: list[TokenKind]
     pieces: list[str]
     finish_reason: str | None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from treewy.draft.mtp import Attends
 from treewy.errors import RequestError, UnsupportedError
-from treewy.hf.mixers import gated_delta_net
+from treewy.hf.families import FAMILIES
 from treewy.shapes import Tensor
 
 ATTENTION_NAME = "treewy"
@@ -59,8 +59,9 @@ def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
 
     Args:
         layers: Decoder layers.
-        config: The config object their attention modules read.
+        config: The config object their attention modules read; its type says which forward stands in.
     """
+    forward = FAMILIES[config.model_type].mixer
     mixers: list[Any] = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
     with _TURN:
         _refuse_wrapped(mixers)
@@ -68,7 +69,7 @@ def attached(layers: nn.ModuleList, config: Any) -> Iterator[None]:
         try:
             config._attn_implementation_internal = ATTENTION_NAME
             for mixer in mixers:
-                mixer.forward = partial(gated_delta_net, mixer)
+                mixer.forward = partial(forward, mixer)
             yield
         finally:
             config._attn_implementation_internal = implementation

@@ -1,6 +1,7 @@
 """Reading a checkpoint folder: resolved, checked whole, and every foreign error mapped here."""
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
+from treewy.hf import experts
 from treewy.hf.mtp import MARKER, PREFIX
 from treewy.shapes import Tensor
 
@@ -62,10 +64,10 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> 
     """Return the folder's causal language model, in eval mode, every weight accounted for.
 
     Raises:
-        RequestError: a file is missing, truncated or does not fit the config.
+        RequestError: a file is missing, truncated or does not fit the config; weights are missing or surplus.
         UnsupportedError: transformers has no causal model for the config.
     """
-    shards(folder)
+    _check_experts(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -85,20 +87,20 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> 
             f"A checkpoint's weights must fit its config; {name} of {folder} is {tuple(given)} and should be {tuple(expected)}."
             " Use the config the weights were saved with."
         )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    _refuse_missing(folder, info["missing_keys"])
+    if info["unexpected_keys"]:
+        surplus = sorted(info["unexpected_keys"])
         raise RequestError(
-            f"A checkpoint must hold every weight of its model; {folder} lacks {missing[0]} and {len(missing) - 1} more. "
-            "Download it again."
+            f"A checkpoint must hold no weights that its model has no place for; {folder} holds {surplus[0]} and "
+            f"{len(surplus) - 1} more. Use the config the weights were saved with."
         )
     return model.to(device).eval()
 
 
 def load_mtp_weights(folder: Path) -> dict[str, Tensor] | None:
     """Return the `mtp.*` tensors, or None if the checkpoint has no head. The weight files decide, not the config."""
-    files = shards(folder)
     weights: dict[str, Tensor] = {}
-    for file in files:
+    for file in shards(folder):
         with safe_open(file, framework="pt") as shard:
             weights |= {name: shard.get_tensor(name) for name in shard.keys() if name.startswith(PREFIX)}  # noqa: SIM118
     return weights if MARKER in weights else None
@@ -123,6 +125,29 @@ def shards(folder: Path) -> list[Path]:
         except (SafetensorError, OSError) as error:
             raise _unreadable(folder, name, error) from error
     return [folder / name for name in names]
+
+
+def _check_experts(folder: Path) -> None:
+    """Transformers joins single experts itself, but says little of what is wrong, and nothing of a mixture held twice."""
+    names: set[str] = set()
+    for file in shards(folder):
+        with safe_open(file, framework="pt") as shard:
+            names.update(name for name in shard.keys() if not name.startswith(PREFIX))  # noqa: SIM118
+    _refuse_missing(folder, experts.incomplete(names))
+    if doubled := experts.doubled(names):
+        raise RequestError(
+            f"A checkpoint must hold its experts fused or one by one; {folder} holds {doubled[0]} and single experts as "
+            "well. Keep one of the two."
+        )
+
+
+def _refuse_missing(folder: Path, names: Iterable[str]) -> None:
+    missing = sorted(names)
+    if missing:
+        raise RequestError(
+            f"A checkpoint must hold every weight of its model; {folder} lacks {missing[0]} and {len(missing) - 1} more. "
+            "Download it again."
+        )
 
 
 def _shard_names(folder: Path) -> list[str]:

@@ -10,7 +10,9 @@ from treewy.engine import SamplingParams
 from treewy.engine.request import check_finite
 from treewy.errors import RequestError, ShapeError, UnsupportedError
 from treewy.hf.checkpoint import resolve
+from treewy.hf.families import check_head
 from treewy.hf.load import build_engine, check_draft, eos_ids, load_draft_model
+from treewy.hf.target import text_model
 from treewy.shapes import Int, Tensor
 
 
@@ -20,6 +22,11 @@ def generate(
     *,
     attention_mask: Int[Tensor, "B prompt"] | None = None,
     max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
     draft: str = "mtp",
     checkpoint: str | Path | None = None,
     draft_model: PreTrainedModel | str | Path | None = None,
@@ -27,23 +34,26 @@ def generate(
     commit: str = "reconstruct",
     ignore_eos: bool = False,
 ) -> Int[Tensor, "B total"]:
-    """Decode greedily with drafts, as `model.generate` does without: same tokens, same output layout.
+    """Decode with drafts, as `model.generate` does without: same tokens, or at a temperature the same law; same layout.
 
     The model is borrowed: its weights, forwards and attention implementation are as they were, also after an
     exception. Calls from several threads take turns; a plain forward of the same model in another thread at the same
-    time is not safe. Sampling settings of the model's generation config are not looked at: decoding is greedy.
+    time is not safe. Sampling settings of the model's generation config are not looked at: the arguments decide.
 
     Args:
         model: A causal language model of a supported type, in eval mode.
         input_ids: Prompts, padded on the left if their lengths differ.
         attention_mask: 0 where `input_ids` is padding; None if nothing is.
         max_new_tokens: Most tokens to generate per prompt.
+        temperature: 0 decodes greedily; above it, tokens are sampled.
+        top_k, top_p, min_p: Which tokens can be sampled (see `treewy.SamplingParams`).
+        seed: Of sampling; prompt i uses `seed` + i. None takes fresh ones.
         draft: "mtp", "ngram", "model" or "none".
         checkpoint: Folder or hub id whose files hold the head's `mtp.*` tensors; default: where the model was loaded
             from.
         draft_model: For draft "model": the model that drafts, its folder or its hub id. Its tokens must be the model's.
         shape: Draft shape or budget; default a chain of 3.
-        commit: "store_all" or "reconstruct".
+        commit: "store_all", "reconstruct" or "ring".
         ignore_eos: Go on past the end-of-text token.
 
     Returns:
@@ -73,7 +83,18 @@ def generate(
         max_num_seqs=max(1, input_ids.shape[0]),
     )
     prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    params = [
+        SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=None if seed is None else seed + place,
+            ignore_eos=ignore_eos,
+        )
+        for place in range(len(prompts))
+    ]
     generations = engine.generate(prompts, params)
     for generation in generations:
         check_finite(generation)
@@ -105,12 +126,13 @@ def _refuse_penalties(model: PreTrainedModel) -> None:
     asked += ["num_beams"] if (getattr(config, "num_beams", None) or 1) > 1 else []
     if asked:
         raise UnsupportedError(
-            f"Greedy decoding takes no penalties or constraints so far; the model's generation config sets {asked[0]}="
+            f"Decoding takes no penalties or constraints; the model's generation config sets {asked[0]}="
             f"{getattr(config, asked[0])!r}. Unset it, or use model.generate."
         )
 
 
 def _head_folder(model: PreTrainedModel, checkpoint: str | Path | None) -> Path:
+    check_head(text_model(model).config)
     source = checkpoint or str(model.config.name_or_path)
     if not source:
         raise RequestError(

@@ -11,6 +11,7 @@ from treewy.engine import Engine
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.checkpoint import load_model, load_mtp_weights, load_tokenizer, resolve
+from treewy.hf.families import check_head
 from treewy.hf.mtp import HFMTPHead
 from treewy.hf.target import HFTarget, text_model
 from treewy.tree import DraftTree
@@ -36,7 +37,7 @@ def load(
         draft: "mtp", "ngram", "model" or "none".
         draft_model: Folder or hub id of the model that drafts, for draft "model".
         shape: Draft shape or budget; default a chain of 3.
-        commit: "store_all" or "reconstruct".
+        commit: "store_all", "reconstruct" or "ring".
         dtype: Default: bfloat16 on a GPU, float32 on a CPU.
         device: Default: the GPU if there is one.
         max_num_seqs: Requests decoded at once.
@@ -45,6 +46,7 @@ def load(
         RequestError: a checkpoint cannot be read, has no head to draft with, or has other tokens than the target.
         UnsupportedError: the model's type is not supported.
     """
+    check_draft(draft, has_model=draft_model is not None)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder = resolve(model)
     hf_model, tokenizer = load_model(folder, resolve_dtype(dtype, device), device), load_tokenizer(folder)
@@ -99,6 +101,7 @@ def build_drafter(
         return NoDrafter()
     if draft == "ngram":
         return NgramDrafter()
+    check_head(text_model(model).config)
     weights = None if folder is None else load_mtp_weights(folder)
     if weights is None:
         raise RequestError(

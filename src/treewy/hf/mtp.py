@@ -1,4 +1,4 @@
-"""The multi-token-prediction head of a Qwen3.5 checkpoint, built from the model's own layer classes."""
+"""The multi-token-prediction head of a Qwen3.5 or Qwen3-Next checkpoint, built from the model's own layer classes."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from treewy.cache import AttentionSpec
 from treewy.draft.mtp import Attends, MTPHead
 from treewy.errors import RequestError
+from treewy.hf import experts
 from treewy.hf.attach import STEP_ARGUMENT, attached
+from treewy.hf.families import check_head, family_of
 from treewy.hf.target import attention_spec, text_model
 from treewy.shapes import Float, Int, Tensor
 
@@ -28,14 +30,17 @@ class HFMTPHead(MTPHead):
 
     Args:
         model: The target.
-        weights: The checkpoint's `mtp.*` tensors by their full names.
+        weights: The checkpoint's `mtp.*` tensors by their full names; experts fused or one by one.
 
     Raises:
+        UnsupportedError: models of this type have no head.
         RequestError: tensors are missing, surplus or of the wrong shape.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
         self.text, self.lm_head = text_model(model), model.lm_head
+        check_head(self.text.config)
+        self._rope_axes = family_of(self.text.config).rope_axes
         weight = self.text.embed_tokens.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.module = _Module(self.text, _num_layers(weights)).to(self.device, self.dtype).eval().requires_grad_(False)
@@ -57,8 +62,7 @@ class HFMTPHead(MTPHead):
         m: Any = self.module
         embedded = m.pre_fc_norm_embedding(self.text.embed_tokens(tokens))
         x = m.fc(torch.cat([embedded, m.pre_fc_norm_hidden(hidden)], dim=-1))[None]
-        # One row of positions per rotary axis (time, height, width): text has them equal.
-        rotary = self.text.rotary_emb(x, positions.expand(3, 1, -1))
+        rotary = self.text.rotary_emb(x, positions.expand(*self._rope_axes, 1, -1))
         with attached(m.layers, m.config):
             for layer in m.layers:
                 x = layer(x, position_embeddings=rotary, **{STEP_ARGUMENT: step})
@@ -100,6 +104,8 @@ def _num_layers(weights: Mapping[str, Tensor]) -> int:
 def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     expected = {name: tuple(p.shape) for name, p in module.state_dict().items()}
+    if experts.any_single(own):
+        expected = experts.single_shapes(expected)
     given = {name: tuple(tensor.shape) for name, tensor in own.items()}
     if expected != given:
         wrong = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
@@ -107,4 +113,4 @@ def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"The head's tensors must fit the model; {PREFIX}{wrong[0]} should be {expected.get(wrong[0], 'absent')} and is "
             f"{given.get(wrong[0], 'absent')} ({len(wrong)} differ). Use the head that was trained with this model."
         )
-    module.load_state_dict(own)
+    module.load_state_dict(experts.fused(own))

@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 from treewy.cache import AttentionSpec, Batch, CachePool, LayerSpec, LinearSpec
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.attach import STEP_ARGUMENT, attached
+from treewy.hf.families import family_of
 from treewy.model import Target, Verified
-
-SUPPORTED = ("qwen3_5_text",)
 
 
 class HFTarget(Target):
@@ -23,18 +22,14 @@ class HFTarget(Target):
         model: A causal language model of a supported type, in eval mode.
 
     Raises:
-        UnsupportedError: the model's type has no mixer here.
+        UnsupportedError: the model's type has no mixer here, or its config asks for layers that are not supported.
         RequestError: the model is in training mode.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.text = model, text_model(model)
         self.config = self.text.config
-        if self.config.model_type not in SUPPORTED:
-            raise UnsupportedError(
-                f"The model's text type must be one of {', '.join(SUPPORTED)}; got {self.config.model_type!r}. "
-                "Use a Qwen3.5 dense checkpoint."
-            )
+        family_of(self.config)
         if model.training:
             raise RequestError(
                 "The model must be in eval mode, or dropout would act; it is training. Call model.eval()."

@@ -1,13 +1,15 @@
 """Tree attention in PyTorch: a loop over sequences, so that no prefix is ever copied or padded."""
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
-from treewy.shapes import Tensor
+from treewy.shapes import Bool, Float, Tensor
 from treewy.tree import topology
 
 
@@ -34,13 +36,11 @@ def verify(
         start_query += num_queries
         if slot < 0:
             continue
-        bits = torch.from_numpy(topology(tree.shapes[seq]).ancestors[first[seq] :].copy()).to(q.device)
-        grouped = _grouped(q[queries], k.shape[1])
-        parts = [_partial(grouped, k[rows], v[rows], scale, bits)]
-        if lengths[seq]:
-            parts.append(_partial(grouped, keys[slot, : lengths[seq]], values[slot, : lengths[seq]], scale, None))
-        merged = parts[0][0] if len(parts) == 1 else _merge(parts)
-        out[queries] = merged.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        bits = _bits(tree.shapes[seq], first[seq], str(q.device))
+        length = lengths[seq]
+        prefix = (keys[slot, :length], values[slot, :length]) if length else None
+        o = _attend(_grouped(q[queries], k.shape[1]) * scale, k[rows], v[rows], bits, prefix)
+        out[queries] = o.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
 
 
@@ -64,23 +64,37 @@ def _grouped(q: Tensor, num_kv_heads: int) -> Tensor:
     return q.to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend to one set of places; return the normalised output [HK, G, T, E] and the log-sum-exp [HK, G, T, 1]."""
-    k, v = (x.to(q.dtype).permute(1, 0, 2).unsqueeze(1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if bits is not None:
-        scores = scores.masked_fill(~bits, -torch.inf)
-    weight = torch.logsumexp(scores, dim=-1, keepdim=True)
-    shares = (scores - weight).exp()
-    if bits is None or bool(v.isfinite().all()):
-        return shares @ v, weight
-    # 0 * NaN is NaN: a value that is not finite leaves the product, and comes back to the rows that see it.
+@lru_cache(maxsize=256)
+def _bits(parents: tuple[int, ...], first: int, device: str) -> Bool[Tensor, "Q T"]:
+    return torch.from_numpy(topology(parents).ancestors[first:].copy()).to(device)
+
+
+def _attend(
+    q: Float[Tensor, "HK G Q E"],
+    k: Float[Tensor, "T HK E"],
+    v: Float[Tensor, "T HK E"],
+    bits: Bool[Tensor, "Q T"],
+    prefix: tuple[Tensor, Tensor] | None,
+) -> Float[Tensor, "HK G Q E"]:
+    """Attend to the rows that `bits` shows and to the whole prefix: one softmax over both, scores side by side."""
+    k, v = (_heads_first(x, q.dtype) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~bits, -torch.inf)
+    if prefix is not None:
+        scores = torch.cat([scores, q @ _heads_first(prefix[0], q.dtype).transpose(-1, -2)], dim=-1)
+    shares = torch.softmax(scores, dim=-1)
+    num_rows = v.shape[-2]
+    o = _weighted(shares[..., :num_rows], v, bits)
+    return o if prefix is None else o + shares[..., num_rows:] @ _heads_first(prefix[1], q.dtype)
+
+
+def _weighted(shares: Tensor, v: Tensor, bits: Bool[Tensor, "Q T"]) -> Tensor:
+    """Return shares @ v. 0 * NaN is NaN: a value that is not finite leaves the product, and comes back to its viewers."""
+    if math.isfinite(v.sum().item()):
+        return shares @ v
     bad = ~v.isfinite().all(-1)
     sees_bad = (bits & bad[..., None, :]).any(-1, keepdim=True)
-    return torch.where(sees_bad, torch.nan, shares @ torch.where(bad[..., None], 0.0, v)), weight
+    return torch.where(sees_bad, torch.nan, shares @ torch.where(bad[..., None], 0.0, v))
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge parts by their log-sum-exp."""
-    weights = torch.softmax(torch.stack([weight for _, weight in parts]), dim=0)
-    return (weights * torch.stack([o for o, _ in parts])).sum(dim=0)
+def _heads_first(x: Float[Tensor, "T HK E"], dtype: torch.dtype) -> Float[Tensor, "HK 1 T E"]:
+    return x.to(dtype).permute(1, 0, 2).unsqueeze(1)

@@ -1,15 +1,20 @@
-"""Gated delta rule over draft trees: verify reads, commit writes."""
+"""Gated delta rule over draft trees: verify reads; commit, append and fold write."""
 
-from treewy.ops.gdn.api import Record, Snapshots, Verified, commit, commit_snapshots, verify, verify_snapshots
+from treewy.ops.gdn.api import append, commit, commit_snapshots, fits, fold, verify, verify_snapshots
 from treewy.ops.gdn.gates import finish_gates, l2_normalise, scale_queries
+from treewy.ops.gdn.records import History, Record, Snapshots, Verified
 
 __all__ = [
+    "History",
     "Record",
     "Snapshots",
     "Verified",
+    "append",
     "commit",
     "commit_snapshots",
     "finish_gates",
+    "fits",
+    "fold",
     "l2_normalise",
     "scale_queries",
     "verify",

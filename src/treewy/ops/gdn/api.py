@@ -1,39 +1,13 @@
 """Entry points of the gated delta rule on trees, with their checks."""
 
-from typing import NamedTuple
-
 import torch
 
-from treewy.errors import ShapeError
+from treewy.errors import CapacityError, ShapeError
 from treewy.ops.dispatch import Implementations, select
+from treewy.ops.gdn.records import History, Record, Snapshots, Verified
+from treewy.ops.slots import check_slots, gather_slots
 from treewy.packed import PackedPath, PackedTree
-from treewy.shapes import Float, Int, Tensor
-
-
-class Record(NamedTuple):
-    """What `verify` keeps of each row so that any path can be committed: pseudo-values, keys and log decays.
-
-    The log decay from the committed state to a row is `decay_high + decay_low`: one float32 loses the small gates that
-    follow a strong one.
-    """
-
-    u: Float[Tensor, "N HV V"]
-    k: Float[Tensor, "N H K"]
-    decay_high: Float[Tensor, "N HV"]
-    decay_low: Float[Tensor, "N HV"]
-
-
-class Snapshots(NamedTuple):
-    """What `verify_snapshots` keeps: the whole state after each row."""
-
-    states: Float[Tensor, "N HV V K"]
-
-
-class Verified(NamedTuple):
-    """Outputs of each row, and what commit needs."""
-
-    o: Float[Tensor, "N HV V"]
-    record: Record | Snapshots
+from treewy.shapes import Bool, Float, Int, Tensor
 
 
 def verify(
@@ -46,6 +20,7 @@ def verify(
     slots: Int[Tensor, "B"],
     tree: PackedTree,
     *,
+    history: History | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Verified:
@@ -60,16 +35,21 @@ def verify(
         state: Pool of committed states. Read only.
         slots: Pool slot of each sequence; -1 makes its rows inert: zeros out, nothing read.
         tree: The packed trees; rows past them are inert too.
+        history: Committed rows that the state lacks; None if it lacks none. Read only. The record counts its log decays
+            from the newest of them, so it can be appended to the history, or committed to the state once that is folded.
         out_dtype: Dtype of `o`; default: v's. The record stays in the compute dtype.
         backend: "eager" (default) or "reference".
 
     Raises:
-        ShapeError: operands do not fit the tree or the state.
+        ShapeError: operands do not fit the tree, the state or the history.
 
-    Source: eqs. 5-8 of docs/theory.md; arXiv 2608.20961, section 3.
+    Source: eqs. 5-8 and 14 of docs/theory.md; arXiv 2608.20961, section 3.
     """
     _check(q, k, v, g, beta, state, slots, tree)
-    return _implementation("gdn.verify", backend).verify(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype)
+    if history is not None:
+        _check_history(history, tuple(state.shape), num_heads=k.shape[1])
+    implementation = _implementation("gdn.verify", backend)
+    return implementation.verify(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype, history)
 
 
 def verify_snapshots(
@@ -109,7 +89,7 @@ def commit(
     Source: eq. 6 of docs/theory.md.
     """
     _check_commit(state, slots, path)
-    _check_record(state, record, path)
+    _check_record(tuple(state.shape), record.k.shape[1], record, path)
     _implementation("gdn.commit", backend).commit(state, slots, record, path)
 
 
@@ -129,6 +109,50 @@ def commit_snapshots(
             f"{tuple(record.states.shape)}. Commit what verify_snapshots returned for this tree."
         )
     _implementation("gdn.commit_snapshots", backend).commit_snapshots(state, slots, record, path)
+
+
+def append(
+    history: History,
+    slots: Int[Tensor, "B"],
+    record: Record,
+    path: PackedPath,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Add each path's rows to its slot's history, in path order; empty paths and slot -1 change nothing, bit for bit.
+
+    Raises:
+        CapacityError: a history has no room for its path; none is written then. `fold` makes room.
+
+    Source: eq. 15 of docs/theory.md.
+    """
+    _check_append(history, slots, record, path)
+    _implementation("gdn.append", backend).append(history, slots, record, path)
+
+
+def fold(
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    history: History,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Move what each slot's history holds into its state; slot -1 and empty histories change nothing, bit for bit.
+
+    Source: eq. 13 of docs/theory.md.
+    """
+    _check_state(state)
+    num_heads = history.k.shape[2] if history.k.ndim == 4 else 0
+    _check_history(history, tuple(state.shape), num_heads)
+    _implementation("gdn.fold", backend).fold(state, slots, history)
+
+
+def fits(history: History, slots: Int[Tensor, "B"], path: PackedPath) -> Bool[Tensor, "B"]:
+    """Return which paths `append` has room for; slot -1 and empty paths need none."""
+    check_slots(slots, history.lengths.shape[0])
+    _check_one_slot_each(slots, path)
+    after = gather_slots(history.lengths, slots) + path.valid.sum(dim=1)
+    return (after <= history.num_rows) | (slots < 0)
 
 
 def _implementation(op: str, backend: str | None):
@@ -169,19 +193,63 @@ def _check(
         )
 
 
-def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
+def _check_history(history: History, state_shape: tuple[int, ...], num_heads: int) -> None:
+    num_slots, value_heads, value_dim, key_dim = state_shape
+    rows = history.u.shape[1] if history.u.ndim > 1 else 0
+    decay = (num_slots, rows, value_heads)
+    expected = {
+        "u": (num_slots, rows, value_heads, value_dim),
+        "k": (num_slots, rows, num_heads, key_dim),
+        "decay_high": decay,
+        "decay_low": decay,
+        "lengths": (num_slots,),
+    }
+    given = {name: tuple(part.shape) for name, part in history._asdict().items()}
+    if given != expected or rows == 0 or num_heads == 0 or value_heads % num_heads:
+        raise ShapeError(
+            f"A history must have a row at least and fit the state and the key heads, {expected}; got {given}. Make it "
+            "for the same pool."
+        )
+
+
+def _check_append(history: History, slots: Tensor, record: Record, path: PackedPath) -> None:
+    if history.u.ndim != 4 or history.k.ndim != 4:
+        raise ShapeError(
+            f"A history's u and k must be [slots, rows, heads, dim]; got {tuple(history.u.shape)} and "
+            f"{tuple(history.k.shape)}. Pass the history of one layer."
+        )
+    num_heads, state_shape = history.k.shape[2], (history.u.shape[0], *history.u.shape[2:], history.k.shape[3])
+    _check_history(history, state_shape, num_heads)
+    _check_record(state_shape, num_heads, record, path)
+    room = fits(history, slots, path)
+    if not bool(room.all()):
+        seq = int((~room).nonzero()[0])
+        raise CapacityError(
+            f"A history must have room for its path; slot {int(slots[seq])} holds {int(history.lengths[slots[seq]])} of "
+            f"{history.num_rows} rows and the path has {path.lengths[seq]}. Fold it first."
+        )
+
+
+def _check_one_slot_each(slots: Tensor, path: PackedPath) -> None:
     if tuple(slots.shape) != (path.tree.num_seqs,):
         raise ShapeError(
             f"slots must have one entry per sequence, {path.tree.num_seqs}; got shape {tuple(slots.shape)}. "
             "Use the slots that were verified."
         )
+
+
+def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
+    _check_one_slot_each(slots, path)
+    _check_state(state)
+
+
+def _check_state(state: Tensor) -> None:
     if state.ndim != 4:
         raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")
 
 
-def _check_record(state: Tensor, record: Record, path: PackedPath) -> None:
-    rows, value_heads, value_dim, key_dim = path.tree.num_rows, *state.shape[1:]
-    heads = record.k.shape[1]
+def _check_record(state_shape: tuple[int, ...], heads: int, record: Record, path: PackedPath) -> None:
+    rows, value_heads, value_dim, key_dim = path.tree.num_rows, *state_shape[1:]
     decay = (rows, value_heads)
     expected = {
         "u": (rows, value_heads, value_dim),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from treewy.ops.gdn.api import Record, Snapshots, Verified
+from treewy.ops.gdn.records import History, Record, Snapshots, Verified
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
 from treewy.shapes import Array
@@ -88,6 +88,8 @@ def closed_form(rows: Rows, state: Array, parents: tuple[int, ...]) -> ClosedFor
 def rebuild(state: Array, u: Array, k: Array, log_decay: Array) -> Array:
     """Return the state after a path: S_a = exp(G_a) S_0 + sum_i exp(G_a - G_i) u_i k_i^T.
 
+    The same sum folds a history into its checkpoint (eq. 13 of docs/theory.md).
+
     Args:
         state: Committed state [HV, V, K].
         u: Pseudo-values of the path's rows [P, HV, V].
@@ -98,11 +100,22 @@ def rebuild(state: Array, u: Array, k: Array, log_decay: Array) -> Array:
     return np.exp(log_decay[-1])[:, None, None] * state + np.einsum("ph,phv,phk->hvk", ratios, u, k)
 
 
-def verify(q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype: torch.dtype) -> Verified:
+def current(state: torch.Tensor, slot: int, history: History | None) -> Array:
+    """Return the state [HV, V, K] that a slot's checkpoint and history stand for."""
+    checkpoint, length = _numpy(state[slot]), 0 if history is None else int(history.lengths[slot])
+    if history is None or length == 0:
+        return checkpoint
+    u, k, high, low = (_numpy(part[slot, :length]) for part in history[:4])
+    return rebuild(checkpoint, u, np.repeat(k, u.shape[1] // k.shape[1], axis=1), high + low)
+
+
+def verify(
+    q, k, v, g, beta, state, slots, tree: PackedTree, out_dtype: torch.dtype, history: History | None
+) -> Verified:
     """See `api.verify`."""
     check_slots(slots, state.shape[0])
     o, u, log_decay = np.zeros(v.shape), np.zeros(v.shape), np.zeros(g.shape)
-    for seq, rows, before in _sequences(q, k, v, g, beta, state, slots, tree):
+    for seq, rows, before in _sequences(q, k, v, g, beta, state, slots, tree, history):
         span = slice(tree.starts[seq], tree.starts[seq + 1])
         o[span], u[span], log_decay[span] = closed_form(rows, before, tree.shapes[seq])
     high = torch.from_numpy(log_decay).to(v.device)
@@ -133,6 +146,30 @@ def commit(state: torch.Tensor, slots: torch.Tensor, record: Record, path: Packe
         state[slot] = torch.from_numpy(after).to(state.device, state.dtype)
 
 
+def append(history: History, slots: torch.Tensor, record: Record, path: PackedPath) -> None:
+    """See `api.append`."""
+    check_slots(slots, history.lengths.shape[0])
+    log_decay = record.decay_high.double() + record.decay_low.double()
+    for slot, rows in _targets(slots, path):
+        start = int(history.lengths[slot])
+        newest = slice(start - 1, start) if start else slice(0, 0)
+        before = (history.decay_high[slot, newest].double() + history.decay_low[slot, newest].double()).sum(dim=0)
+        for place, row in enumerate(rows, start):
+            history.u[slot, place], history.k[slot, place] = record.u[row], record.k[row]
+            history.decay_high[slot, place] = before + log_decay[row]
+            history.decay_low[slot, place] = before + log_decay[row] - history.decay_high[slot, place].double()
+        history.lengths[slot] = start + len(rows)
+
+
+def fold(state: torch.Tensor, slots: torch.Tensor, history: History) -> None:
+    """See `api.fold`."""
+    check_slots(slots, state.shape[0])
+    for slot in slots.tolist():
+        if slot >= 0 and history.lengths[slot]:
+            state[slot] = torch.from_numpy(current(state, slot, history)).to(state.device, state.dtype)
+            history.lengths[slot] = 0
+
+
 def commit_snapshots(state: torch.Tensor, slots: torch.Tensor, record: Snapshots, path: PackedPath) -> None:
     """See `api.commit_snapshots`."""
     check_slots(slots, state.shape[0])
@@ -146,14 +183,14 @@ def _targets(slots: torch.Tensor, path: PackedPath):
             yield slot, [path.tree.starts[seq] + node for node in nodes]
 
 
-def _sequences(q, k, v, g, beta, state, slots, tree: PackedTree):
+def _sequences(q, k, v, g, beta, state, slots, tree: PackedTree, history: History | None = None):
     group = v.shape[1] // q.shape[1]
     wide = Rows(*(_numpy(x) for x in (q, k, v, g, beta)))
     wide = wide._replace(q=np.repeat(wide.q, group, axis=1), k=np.repeat(wide.k, group, axis=1))
     for seq, slot in enumerate(slots.tolist()):
         if slot >= 0:
             rows = Rows(*(x[tree.starts[seq] : tree.starts[seq + 1]] for x in wide))
-            yield seq, rows, _numpy(state[slot])
+            yield seq, rows, current(state, slot, history)
 
 
 def _numpy(x: torch.Tensor) -> Array:

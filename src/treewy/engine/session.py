@@ -1,0 +1,127 @@
+"""Session: requests that join, advance together, and end or are aborted, each without touching another."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from types import TracebackType
+
+import torch
+
+from treewy.engine.intake import Intake, Prompt
+from treewy.engine.request import Generation, Request, SamplingParams, finished
+from treewy.engine.scheduler import Scheduler
+from treewy.engine.step import Machine, prefill, speculate
+from treewy.engine.stream import StreamEvent
+from treewy.errors import CapacityError, RequestError
+
+
+class Session:
+    """Requests in flight on an engine; opened by `Engine.open`. Not for several threads at once.
+
+    Leaving it as a context manager closes it.
+    """
+
+    def __init__(self, machine: Machine, intake: Intake, prefill_chunk: int) -> None:
+        self._machine, self._intake, self._chunk = machine, intake, prefill_chunk
+        self._scheduler = Scheduler(machine.cache, machine.drafter)
+        self._requests: dict[int, Request] = {}
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return self._scheduler.is_idle
+
+    def add(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> int:
+        """Queue a request; return its number. It joins at the next step that finds a free slot.
+
+        Raises:
+            RequestError: the prompt is empty, too long or not of this model; nothing is queued then.
+        """
+        number = len(self._requests)
+        self._start(self._intake.request(number, prompt, params))
+        return number
+
+    def add_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
+    ) -> list[int]:
+        """Queue one request per prompt, all or, on an error, none; return their numbers."""
+        first = len(self._requests)
+        requests = self._intake.requests(prompts, params)
+        for place, request in enumerate(requests):
+            request.id = first + place
+            self._start(request)
+        return [request.id for request in requests]
+
+    def abort(self, number: int) -> Generation:
+        """End a request where it stands and free what it holds; return what it had. A finished one stays as it was."""
+        request = self._request(number)
+        if request.finish_reason is None:
+            request.finish_reason = "abort"
+            request.detokenizer.flush()
+        self._scheduler.release(request)
+        return finished(request)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self) -> list[StreamEvent]:
+        """Advance every running request by one step; return what each gained. Nothing runs when idle.
+
+        Raises:
+            CapacityError: requests wait, and other sessions of the engine hold all slots.
+        """
+        scheduler, events = self._scheduler, []
+        if scheduler.is_idle:
+            return events
+        scheduler.admit()
+        if not scheduler.running:
+            raise CapacityError(
+                f"A waiting request needs a slot; all {self._machine.cache.num_slots} are held by other streams of this "
+                "engine. Finish or close one, or raise max_num_seqs."
+            )
+        if prefilling := scheduler.prefilling():
+            events += prefill(self._machine, prefilling, self._chunk)
+            self._release_finished()
+        if decoding := scheduler.decoding():
+            events += speculate(self._machine, decoding)
+            self._release_finished()
+        return events
+
+    def result(self, number: int) -> Generation:
+        """Return what a finished request generated.
+
+        Raises:
+            RequestError: there is none of that number, or it has not finished.
+        """
+        request = self._request(number)
+        if request.finish_reason is None:
+            raise RequestError(f"A request must finish before its result; request {number} has not. Go on stepping.")
+        return finished(request)
+
+    def close(self) -> None:
+        """Abort whatever still waits or runs; its memory is not lost."""
+        for number in self._requests:
+            self.abort(number)
+
+    def _start(self, request: Request) -> None:
+        request.stats.started = perf_counter()
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+
+    def _request(self, number: int) -> Request:
+        if number not in self._requests:
+            raise RequestError(
+                f"A request must be added before use; there is no request {number} among {len(self._requests)}. "
+                "Use the number that add returned."
+            )
+        return self._requests[number]
+
+    def _release_finished(self) -> None:
+        for request in [request for request in self._scheduler.running if request.finish_reason]:
+            self._scheduler.release(request)
