@@ -18,6 +18,7 @@ import torch
 from rich.progress import track
 
 from treewy.bench.environment import environment
+from treewy.cache import POLICIES
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.lossless import Reference, Verdict, compare_decoders
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
@@ -27,7 +28,6 @@ from treewy.tree import DraftTree
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 SHAPES = {"chain 3": DraftTree.chain(3), "tree 3,3,3": DraftTree.from_widths([3, 3, 3])}
-POLICIES = ("store_all", "reconstruct")
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def cases(num: int, seed: int, **options) -> list[Case]:
     ],
 )
 def test_the_law_is_the_targets(num: int, options: dict) -> None:
-    """Chains and trees, uneven, drawn, chosen and mixed, laws with zeros, points and copies."""
+    """Faults H01 and H08: chains and trees, uneven, drawn, chosen and mixed, laws with zeros, points and copies."""
     seen = cases(num, seed=1, **options)
     for case in seen:
         law = delivered(case)
@@ -122,28 +122,36 @@ def test_two_steps_in_a_row() -> None:
 
 
 def test_a_draft_named_by_a_law_it_was_not_drawn_from() -> None:
-    """The drafter's most likely token is one token, not a draw from its softmax."""
+    """Fault H02: the drafter's most likely token is one token, not a draw from its softmax."""
     p, q, tree = fractions([".5", ".3", ".2"]), fractions([".7", ".2", ".1"]), DraftTree.chain(1).with_tokens([9, 0])
     for laws, want in (({}, [".5", ".3", ".2"]), ({0: q}, ["5/7", "1/7", "1/7"])):
         first = first_token(lambda coin, laws=laws: sampled(tree, [p, p], laws, coin))
         assert first == fractions(want).tolist()
 
 
-def test_two_siblings_drawn_without_replacement() -> None:
-    """The second is tested against the law without the first."""
-    p, q, tree = fractions([".2", ".3", ".5"]), fractions([".5", ".3", ".2"]), DraftTree([-1, 0, 0])
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ([".2", ".3", ".5"], [".5", ".3", ".2"]),
+        # Here more than one token is left of the law when the first sibling falls: its place in q shows.
+        ([".1", ".3", ".4", ".2"], [".4", ".2", ".2", ".2"]),
+    ],
+)
+def test_two_siblings_drawn_without_replacement(target: list[str], drafter: list[str]) -> None:
+    """Fault H08: the second is tested against the law without the first."""
+    p, q, tree = fractions(target), fractions(drafter), DraftTree([-1, 0, 0])
 
     def run(coin: Branching) -> Accepted:
         one = coin.draw(q)
-        two = coin.draw(np.where(np.arange(3) == one, 0, q))
+        two = coin.draw(np.where(np.arange(len(q)) == one, 0, q))
         return sampled(tree.with_tokens([9, one, two]), [p] * 3, {0: q}, coin)
 
-    assert first_token(run) == p.tolist()
+    assert first_token(run, len(p)) == p.tolist()
 
 
-def first_token(run: Callable[[Branching], Accepted]) -> list[Fraction]:
+def first_token(run: Callable[[Branching], Accepted], num_tokens: int = 3) -> list[Fraction]:
     law = law_of(lambda coin: (run(coin).tokens[0],))
-    return [law.get((token,), Fraction(0)) for token in range(3)]
+    return [law.get((token,), Fraction(0)) for token in range(num_tokens)]
 
 
 def test_chosen_drafts_change_no_token_of_a_seed() -> None:

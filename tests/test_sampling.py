@@ -323,7 +323,7 @@ def test_what_is_impossible_stays_so_at_the_lowest_number() -> None:
 
 
 def test_streams_share_no_number() -> None:
-    """Purposes of one seed, and neighbouring seeds, have nothing in common, also at another offset."""
+    """Fault H05: purposes of one seed, and neighbouring seeds, have nothing in common, also at another offset."""
     streams = [Stream(seed, purpose) for seed in (0, 1, 2, 2**63, 2**64, 2**70) for purpose in (DRAFT, ACCEPT)]
     numbers = np.stack([stream.uniform(2000) for stream in streams])
     assert len(np.unique(numbers)) == numbers.size

@@ -10,6 +10,7 @@ from treewy.bench.engine import NONE, STOCK, Setting, engine_variants, measure, 
 from treewy.bench.environment import environment
 from treewy.bench.timing import Spread, interleave, ratio
 from treewy.cli.main import main
+from treewy.draft import Budget
 from treewy.engine import SamplingParams
 from treewy.errors import RequestError
 from treewy.hf.checkpoint import SHIPPED, load_model, load_tokenizer
@@ -45,6 +46,7 @@ def test_spreads_and_ratios() -> None:
 def test_shapes() -> None:
     assert read_shape("chain:2") == DraftTree.chain(2)
     assert read_shape("tree:2,1") == DraftTree.from_widths([2, 1])
+    assert read_shape("best:9x4") == Budget(9, 4)
     for bad in ("chain:x", "ring:3", "tree:", "3;3"):
         with pytest.raises(RequestError, match="positive widths"):
             read_shape(bad)
@@ -63,7 +65,12 @@ def test_the_environment_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_variants_are_held_against_no_drafts(batch_size: int) -> None:
     model, tokenizer = load_model(SHIPPED, torch.float32, "cpu"), load_tokenizer(SHIPPED)
-    options = {"draft": "mtp", "shapes": ["chain:2", "tree:2,2"], "commits": ["reconstruct", "store_all"]}
+    options = {
+        "draft": "mtp",
+        "draft_model": None,
+        "shapes": ["chain:2", "tree:2,2"],
+        "commits": ["reconstruct", "store_all"],
+    }
     engines = engine_variants(model, SHIPPED, tokenizer, max_num_seqs=batch_size, **options)
     assert list(engines) == [NONE] + [f"{s}, {c}" for s in options["shapes"] for c in options["commits"]]
     prompts = [list(tokenizer.encode(text)) for text in ("The sea was", "She read the letter", "def f(x):")]

@@ -101,7 +101,7 @@ def test_nothing_accepted_beside_three_accepted(commit: str) -> None:
 @pytest.mark.parametrize("commit", POLICIES)
 @pytest.mark.parametrize("dies_at", ["first conv", "second conv", "second attention"])
 def test_commit_is_all_layers_or_none(commit: str, dies_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that dies half way tears its slots: nothing reads them again until they are freed; others never notice."""
+    """Fault C11: a commit that dies half way tears its slots: nothing reads them until they are freed; others never notice."""
     pool = make_pool(TARGET, commit)
     torn, empty, bystander = (start(TARGET, pool, prompt) for prompt in (PROMPT, PROMPT[:2], PROMPT[:3]))
     chain = DraftTree.chain(2).with_tokens([11, 12, 13])

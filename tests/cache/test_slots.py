@@ -153,9 +153,9 @@ def test_an_inert_sequence_in_a_batch(commit: str) -> None:
 
 
 def test_a_result_does_not_depend_on_its_neighbours() -> None:
-    """Fault D08: alone, beside one, beside three, in any place of the batch: the same logits."""
+    """Fault D08: alone, beside one, beside three, longer ones too, in any place of the batch: the same logits."""
     pool = make_pool(TARGET)
-    slots = [start(TARGET, pool, [n, n + 1, 2]) for n in range(4)]
+    slots = [start(TARGET, pool, [n, n + 1, 2, *[7] * n]) for n in range(4)]
     wide = DraftTree.from_widths([3, 2]).with_tokens(range(20, 30))
     alone = verify(TARGET, pool, [CHAIN], slots[:1]).logits
     for order in ([0, 1], [1, 0], [3, 1, 2, 0]):
@@ -183,7 +183,7 @@ def test_growth_keeps_what_was_written() -> None:
 
 
 def test_a_long_sequence_crosses_growth_exactly() -> None:
-    """A neighbour's prefix survives the growth that another sequence causes."""
+    """Fault E09: places for a whole path are there before it is written; a neighbour's prefix survives the growth."""
     pool = make_pool(TARGET)
     short = start(TARGET, pool, [1, 2, 3])
     tokens = np.random.default_rng(0).integers(0, 64, 300).tolist()
@@ -210,7 +210,7 @@ def test_the_context_ends_at_max_len() -> None:
 
 
 def test_positions_are_length_plus_depth() -> None:
-    """Fault G01: positions come from depth, not from row number; inert rows stand at their depth."""
+    """Faults C07 and G01: positions come from depth, not from row number; an inert sequence has length 0."""
     pool = make_pool(TARGET)
     slot = start(TARGET, pool, [1, 2, 3])
     scattered = DraftTree([-1, 0, 0, 0, 3])

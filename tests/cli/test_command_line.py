@@ -133,6 +133,7 @@ def test_draft_none_takes_one_step_a_token(capsys: pytest.CaptureFixture[str]) -
 def test_bad_usage_gets_one_clear_line_and_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
+    """Fault L09: options that contradict each other, or mean nothing, are refused at the start by name."""
     code, line = refused(capsys, *arguments)
     assert code == 2
     assert said in line

@@ -79,6 +79,7 @@ def test_a_checkpoint_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault J06: what weights and sequences take, part by part, and how many requests fit."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "--model", "qwen3.5-35b-a3b", "--context", "4096"]) == 0
     shown = capsys.readouterr().out
@@ -95,6 +96,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 def test_a_column_of_the_table_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault J06: every part of a sequence has a line of its own, and nothing is left out."""
     from treewy.cli.plan import HELD_BY
 
     plan = run_json(capsys, "--model", "qwen3.5-27b", "--tree", "2,2")

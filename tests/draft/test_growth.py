@@ -163,7 +163,7 @@ def test_what_is_not_a_number_stays_on_its_branch() -> None:
 
 
 def test_drawn_children_come_with_the_law_they_were_drawn_from() -> None:
-    """Fixed shapes at a temperature: laws of exactly the rows with children, numbers of the sequence's own stream."""
+    """Fault H03: fixed shapes at a temperature: laws of exactly the rows with children, numbers of the sequence's own stream."""
     law, shape = Law(temperature=0.7, top_k=4), FIXED[4]
     sources = [logits_by(7), logits_by(8)]
     alone = grown([Root(0, 2, shape, Draws(law, Stream(5, DRAFT)))], sources[:1])[0]

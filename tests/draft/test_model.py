@@ -73,7 +73,7 @@ def test_trees_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("steps", [[1] * 20, [4, 1, 1, 5, 2, 3, 1, 3], [20], [3, 17]])
 def test_any_history_of_steps_gives_the_same_drafts(steps: list[int]) -> None:
-    """The model keeps in step: every committed row once, none of its own drafts, to the last bit of its memory."""
+    """Faults D09 and L07: the model keeps in step, bit for bit: every committed row once, no draft of its own."""
     drafter, tokens, length = make_drafter(), text(9), 0
     drafter.allocate(3)
     for number, size in enumerate(steps):
@@ -187,5 +187,6 @@ def test_a_budget_at_a_temperature_is_chosen_by_the_requests_law() -> None:
 
 
 def test_another_vocabulary_is_refused() -> None:
+    """Fault L06: at the start, with both sizes."""
     with pytest.raises(RequestError, match="target's vocabulary of 64 tokens; it has 40"):
         ModelDrafter(MODEL, 1, vocab_size=64)

@@ -142,7 +142,7 @@ def test_a_slot_knows_its_own_text_only() -> None:
 
 
 def test_nothing_is_drawn() -> None:
-    """A request that wants drawn drafts gets chosen ones, without a law, and keeps its numbers."""
+    """Fault H02: a request that wants drawn drafts gets chosen ones, without a law, and keeps its numbers."""
     drafter, text = NgramDrafter(), [1, 2, 3, 1, 2]
     drafter.allocate(0)
     show(drafter, 0, text)

@@ -39,7 +39,7 @@ def check(result: Generation, prompt: Sequence[int], num_top: int) -> None:
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy(shape: DraftTree, num_top: int) -> None:
-    """Fault I10: accepted, recovered and bonus tokens each with their own row, not their block's."""
+    """Faults I09 and I10: accepted, recovered and bonus tokens each with their own row, not their block's."""
     drafter = ScriptedDrafter([SCRIPT], right=0.8, skip=0.1, cut=0.2)
     engine = Engine(TARGET, drafter, shape=shape)
     result = engine.generate([PROMPT], SamplingParams(max_new_tokens=40, logprobs=num_top))[0]
@@ -85,6 +85,7 @@ def test_cut_in_mid_block_by_an_eos(place: int) -> None:
 
 @pytest.mark.parametrize("stop", ["lo", "hello wor", "d"])
 def test_cut_in_mid_block_by_a_stop_string(stop: str) -> None:
+    """Fault I04: nothing is recorded past the stop."""
     script = [1, 2, *b"hello world and more"]
     drafter = ScriptedDrafter([script], right=1.0, vocab_size=256)
     engine = Engine(ScriptTarget(script), drafter, shape=DraftTree.chain(4), tokenizer=ByteTokenizer())

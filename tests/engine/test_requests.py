@@ -75,6 +75,7 @@ def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: py
     ],
 )
 def test_bad_params(options: dict, error: type[TreeWYError], message: str) -> None:
+    """Faults H13, H14, H17 and I11: penalties, least lengths and grammars are refused by name, never ignored."""
     with pytest.raises(error, match=message):
         SamplingParams(**options)
 

@@ -211,7 +211,7 @@ def test_the_test_itself() -> None:
     ],
 )
 def test_20000_continuations(drafts: Drafts) -> None:
-    """Whatever was drafted, the tokens follow the toy's law."""
+    """Fault H01: whatever was drafted, the tokens follow the toy's law."""
     assert p_of(continuations(drafts)) > P_VALUE
 
 
@@ -315,7 +315,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_batch() -> None:
 
 
 def test_seeds() -> None:
-    """A seed decides; another seed, and no seed, decide otherwise; at temperature 0 there is nothing to decide."""
+    """Fault H10: a seed decides; another seed, and no seed, decide otherwise; at temperature 0 there is nothing to decide."""
 
     def texts(*seeds: int | None, temperature: float = 1.0) -> list[list[int]]:
         params = [SamplingParams(max_new_tokens=16, temperature=temperature, seed=seed) for seed in seeds]
@@ -328,7 +328,7 @@ def test_seeds() -> None:
 
 
 def test_argmax_drafts_change_no_token_of_a_seed() -> None:
-    """In an engine too, at every law, tokens are those of sampling without drafts."""
+    """Fault H15: in an engine too, at every law, tokens are those of sampling without drafts."""
     prompts, params = mixed_requests(30, drafts="argmax")
     drafted = toy_engine().generate(prompts, params)
     plain = toy_engine(drafts=False).generate(prompts, params)

@@ -76,7 +76,7 @@ def test_an_abort_leaves_the_others(after: int) -> None:
 
 
 def test_hundreds_of_random_arrivals_and_aborts() -> None:
-    """Slots are taken and given back once, through 300 requests; memory of a freed slot is poison and never shows."""
+    """Fault C12: slots are taken and given back once, through 300 requests; a freed slot's memory is poison and never shows."""
     engine, rng = make_engine(3), np.random.default_rng(0)
     done = 0
     with engine.open() as session:
@@ -99,7 +99,7 @@ def test_hundreds_of_random_arrivals_and_aborts() -> None:
 
 
 def test_a_sampled_request_is_the_same_in_any_company() -> None:
-    """One seed, one text: alone, beside greedy and sampled neighbours, early or late, in any slot."""
+    """Faults H10 and H12: one seed, one text: alone, beside greedy and sampled neighbours, early or late, in any slot."""
     params = SamplingParams(temperature=0.9, top_k=7, seed=11, max_new_tokens=24)
 
     def run(before: list[int], alone: bool) -> list[int]:

@@ -154,12 +154,12 @@ def test_the_context_limit(shape: DraftTree, from_limit: int) -> None:
 @pytest.mark.parametrize("shape", [DraftTree([-1]), CHAIN, DraftTree.chain(11)])
 @pytest.mark.parametrize("stop", ["!", "lo", "hello", "ello wor", "d", " "])
 def test_a_stop_string_anywhere_in_a_block(stop: str, shape: DraftTree) -> None:
-    """Fault I03: found wherever it lies in an accepted block; the text ends before it, whatever the blocks were."""
+    """Faults I03 and I04: found wherever it lies in an accepted block; the text ends before it, whatever the blocks were."""
     result = generate("hello world!", [stop], shape=shape)
     end = "hello world!".index(stop)
     assert result.text == "hello world!"[:end]
     assert result.finish_reason == "stop"
-    # Fault I04: token ids end with the token that completed it.
+    # Token ids end with the token that completed it.
     assert result.token_ids == list(b"hello world!"[: end + len(stop)])
     assert len(result.kinds) == len(result.token_ids)
 

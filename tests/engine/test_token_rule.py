@@ -56,7 +56,7 @@ def test_every_difference_is_found() -> None:
 
 @pytest.mark.parametrize(("gap", "wrong", "lossless"), [(5e-5, (3,), True), (2e-4, (3,), False), (5e-5, (3, 9), False)])
 def test_near_ties(gap: float, wrong: tuple[int, ...], lossless: bool) -> None:
-    """One difference at a gap below 1e-4 is a near-tie; two in 40 tokens are one too many."""
+    """Fault F12: one difference at a gap below 1e-4 is a near-tie, at a wider one it is a fault; two in 40 are one too many."""
     verdict = compare_decoders(PROMPT, 40, reference(gap), drafted(*wrong))
     assert not verdict.is_equal
     assert verdict.is_lossless == lossless

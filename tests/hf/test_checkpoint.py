@@ -85,7 +85,7 @@ def test_other_ratios_of_heads(tmp_path: Path) -> None:
 
 
 def test_without_a_head(tmp_path: Path) -> None:
-    """Fault L11: said plainly, by name, at load; without drafts the checkpoint serves."""
+    """Faults L10 and L11: said plainly, by name, at load, never drafted without; asked for no drafts, the checkpoint serves."""
     folder = write_checkpoint(tmp_path, head=False)
     assert load_mtp_weights(folder) is None
     with pytest.raises(RequestError, match=r"holds mtp\.fc\.weight.*draft 'none'"):

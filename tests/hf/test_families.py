@@ -67,7 +67,10 @@ def test_every_root_path_is_a_plain_forward(model: PreTrainedModel, commit: str)
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_prefill_in_chunks_then_decode(model: PreTrainedModel, commit: str) -> None:
-    """Chunks around the conv window's width, then trees of which a path is committed: as the same tokens run whole."""
+    """Fault B05: chunks around the conv window's width, then trees of which a path is committed: as the same tokens run whole.
+
+    OLMo has a convolution each for queries, keys and values: all three windows move.
+    """
     target, text, got = HFTarget(model), [], []
     pool = make_pool(target, commit, poison=True)
     slot = pool.allocate()

@@ -96,7 +96,7 @@ def changed(model: PreTrainedModel, **entries: object) -> PreTrainedModel:
     ],
 )
 def test_attention_of_another_kind(families: Callable, name: str, entries: dict, message: str) -> None:
-    """Never run as if it were plain attention."""
+    """Fault G11: a window that slides over a tree's rows, or another kind, is never run as if it were plain attention."""
     with pytest.raises(UnsupportedError, match=message):
         HFTarget(changed(families(name)[1], **entries))
 

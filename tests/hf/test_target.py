@@ -56,7 +56,7 @@ def test_every_root_path_is_a_plain_forward(model: PreTrainedModel, commit: str)
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_after_a_commit(text_model: PreTrainedModel, commit: str) -> None:
-    """What follows an accepted path is what follows the same tokens run whole, for every path of a tree."""
+    """Fault L01: what follows an accepted path is what follows the same tokens run whole, for every path of a tree."""
     target, tree = HFTarget(text_model), SHAPES[3].with_tokens(tokens(9))
     follow = tokens(5, seed=1)
     for node in range(tree.num_rows):
@@ -153,3 +153,20 @@ def test_states_keep_the_dtype_the_config_asks_for(asked: object, given: torch.d
     from treewy.hf.target import state_dtype
 
     assert state_dtype(SimpleNamespace(mamba_ssm_dtype=asked)) == given
+
+
+def test_requests_join_while_others_run(text_model: PreTrainedModel) -> None:
+    """Fault L03: continuous batching of linear-attention layers: each request joins a step later and decodes its own."""
+    scripts = [continuation(text_model, prompt, 16) for prompt in PROMPTS]
+    engine = make_engine(text_model, "reconstruct", scripts, max_num_seqs=4)
+    with engine.open() as session:
+        numbers, most = [], 0
+        for prompt in PROMPTS:
+            numbers.append(session.add(prompt, SamplingParams(max_new_tokens=16, ignore_eos=True)))
+            session.step()
+            most = max(most, 4 - engine.cache.num_free)
+        while not session.is_idle:
+            session.step()
+        results = [session.result(number) for number in numbers]
+    assert most > 1, "no two ran at once"
+    assert [result.prompt_ids + result.token_ids for result in results] == scripts

@@ -84,7 +84,7 @@ def test_a_model_of_another_shape(tmp_path: Path, commit: str, shape: str, state
 @pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_toy_in_float64(commit: str, shape: str) -> None:
-    """Everything in float64, records too."""
+    """Fault J03: what is planned is what is held, window and all, to the byte. Everything in float64, records too."""
     toy = ToyConfig(layers="ddada", key_dim=6, value_dim=10, conv_width=5)
     target = ToyTarget(toy, seed=3)
     pool = make_pool(target, commit)

@@ -55,6 +55,7 @@ def test_dtype_of_keys_values_and_windows() -> None:
 
 
 def test_what_each_policy_holds() -> None:
+    """Fault J04: store_all takes a state per row beside the committed one, the others take records."""
     part = per_sequence(SPEC, rows=4, context=1000, dtype="bfloat16", state_dtype="bfloat16", ring_capacity=8)
     plain = part.state + part.conv + part.kv
     drafting = plain + part.draft_kv + part.pending_kv

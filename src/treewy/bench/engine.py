@@ -69,6 +69,7 @@ def engine_variants(
     tokenizer: Tokenizer,
     *,
     draft: str,
+    draft_model: PreTrainedModel | None,
     shapes: Sequence[str],
     commits: Sequence[str],
     max_num_seqs: int,
@@ -76,12 +77,20 @@ def engine_variants(
     """Return the engine without drafts, and one per shape and commit policy, by name.
 
     Args:
-        shapes: As `chain:3` or `tree:3,3,3`.
+        shapes: As `chain:3`, `tree:3,3,3` or `best:16`.
+        draft_model: For draft "model".
     """
 
     def build(kind: str, commit: str, shape: Shape | None = None) -> Engine:
         return build_engine(
-            model, draft=kind, folder=folder, shape=shape, commit=commit, tokenizer=tokenizer, max_num_seqs=max_num_seqs
+            model,
+            draft=kind,
+            folder=folder,
+            draft_model=draft_model if kind == "model" else None,
+            shape=shape,
+            commit=commit,
+            tokenizer=tokenizer,
+            max_num_seqs=max_num_seqs,
         )
 
     drafted = {f"{shape}, {commit}": build(draft, commit, read_shape(shape)) for shape in shapes for commit in commits}
@@ -89,10 +98,10 @@ def engine_variants(
 
 
 def read_shape(text: str) -> Shape:
-    """Return the shape of `chain:3` or `tree:3,3,3`.
+    """Return the shape of `chain:3`, `tree:3,3,3` or `best:16`.
 
     Raises:
-        RequestError: the text is neither.
+        RequestError: the text is none of them.
     """
     kind, _, size = text.partition(":")
     if kind == "chain" and size.isdecimal():

@@ -25,11 +25,13 @@ class Bench:
     """engine: drafted decoding beside no drafts and stock transformers."""
     model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
     """Checkpoint folder or hub id. Left out: the small trained checkpoint that ships with treewy."""
-    draft: Literal["mtp"] = "mtp"
-    """Who drafts."""
+    draft: Literal["mtp", "ngram", "model"] = "mtp"
+    """Who drafts. mtp: the checkpoint's own head; ngram: the text so far; model: the one --draft-model names."""
+    draft_model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
+    """Checkpoint that drafts, for --draft model."""
     shapes: Annotated[tuple[str, ...], arg(metavar="SHAPE")] = ("chain:3", "tree:3,3,3")
-    """Draft shapes, as in chain:3 or tree:3,3,3."""
-    commits: tuple[Literal["store_all", "reconstruct"], ...] = ("reconstruct",)
+    """Draft shapes, as in chain:3, tree:3,3,3 or best:16."""
+    commits: tuple[Literal["store_all", "reconstruct", "ring"], ...] = ("reconstruct",)
     """Commit policies, each with every shape."""
     prompts: Annotated[Path | None, arg(metavar="FILE")] = None
     r"""One prompt per line, \\n for a line break. Left out: two of prose and two of code."""
@@ -56,12 +58,13 @@ class Bench:
 
         from treewy.bench.engine import Setting, as_json, engine_variants, measure
         from treewy.bench.environment import environment
-        from treewy.cli.loading import load_checkpoint
+        from treewy.cli.loading import load_checkpoint, open_draft_model
         from treewy.cli.terminal import progress_bar
 
         texts, params = self._texts(), self._params()
         folder, model, tokenizer = load_checkpoint(self.model, self.dtype, self.device)
-        options = {"draft": self.draft, "shapes": self.shapes, "commits": self.commits}
+        draft_model = open_draft_model(self.draft_model, model, tokenizer)
+        options = {"draft": self.draft, "draft_model": draft_model, "shapes": self.shapes, "commits": self.commits}
         engines = engine_variants(model, folder, tokenizer, max_num_seqs=self.batch_size, **options)
         stock = model if self.batch_size == 1 and self.temperature == 0 else None
         setting = Setting([list(tokenizer.encode(text)) for text in texts], params, self.batch_size, self.rounds)

@@ -12,7 +12,7 @@ from treewy.cli.terminal import status
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError
 from treewy.hf.checkpoint import load_model, load_tokenizer, resolve
-from treewy.hf.load import resolve_dtype
+from treewy.hf.load import load_draft_model, resolve_dtype
 
 
 class Loaded(NamedTuple):
@@ -38,6 +38,14 @@ def load_checkpoint(model: str | None, dtype: str, device: str) -> Loaded:
         loaded = load_model(folder, wanted, place)
     _settle_threads(loaded, place)
     return Loaded(folder, loaded, tokenizer)
+
+
+def open_draft_model(source: str | None, model: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel | None:
+    """Load what `--draft-model` names, to draft for `model`; None if it names nothing."""
+    if source is None:
+        return None
+    with status("loading the draft model"):
+        return load_draft_model(source, model, tokenizer)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from treewy.cache import POLICIES
 from treewy.cli.generate import Generate, summary
-from treewy.cli.loading import load_checkpoint
+from treewy.cli.loading import load_checkpoint, open_draft_model
 from treewy.cli.terminal import progress_bar, status
 from treewy.draft import Shape, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.engine.lossless import first_difference
 from treewy.engine.request import check_finite
 from treewy.engine.stream import Tokenizer
-from treewy.hf.load import build_engine, eos_ids, load_draft_model
+from treewy.hf.load import build_engine, eos_ids
 from treewy.hf.stock import stock_generate
 
 STYLES = {
@@ -62,8 +62,7 @@ class Session:
         )
         text = options.text()
         folder, model, tokenizer = load_checkpoint(options.model, options.dtype, options.device)
-        named = options.draft_model
-        draft_model = None if named is None else load_draft_model(named, model, tokenizer)
+        draft_model = open_draft_model(options.draft_model, model, tokenizer)
         return cls(options, folder, model, draft_model, tokenizer, shape, params, list(tokenizer.encode(text)))
 
     @cached_property

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple
 
-from treewy.draft.shape import Shape, in_level_order, most_children
+from treewy.draft import Shape
+from treewy.draft.shape import in_level_order, most_children
 from treewy.engine.request import Request, SamplingParams
 from treewy.engine.stream import Detokenizer, Tokenizer
 from treewy.errors import RequestError
