@@ -8,7 +8,7 @@ import torch
 
 from toy_head import HIDDEN, ToyHead
 from toy_oracle import continuation
-from treewy.draft import Budget, Committed, Drafter, ModelDrafter, MTPDrafter, NgramDrafter, Shape
+from treewy.draft import Budget, Committed, Drafter, ModelDrafter, MTPDrafter, NgramDrafter, NoDrafter, Shape
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.model import ToyConfig, ToyTarget
 from treewy.tree import DraftTree
@@ -99,6 +99,28 @@ def test_the_target_drafting_for_itself_is_always_right(chunk: int) -> None:
         assert result.accept_hist == {4: 8}
         assert set(result.accept_rate_by_depth.values()) == {1.0}
         assert result.not_first_sibling_share == 0.0
+
+
+@pytest.mark.parametrize("name", ["ngram", "model", "mtp"])
+def test_chosen_drafts_at_a_temperature_leave_a_seeds_tokens_alone(name: str) -> None:
+    """Budgets and n-grams are chosen whatever the request's drafts are: one draw per token, as without a drafter."""
+    shapes = [Budget(12, 4, 3)] * 3 if name != "ngram" else [DraftTree.chain(3), Budget(12, 4, 3), SHAPES[2]]
+    wishes = [
+        SamplingParams(max_new_tokens=30, shape=shape, temperature=0.9, top_k=6, seed=seed)
+        for seed, shape in enumerate(shapes)
+    ]
+    plain = make_engine(NoDrafter()).generate(PROMPTS[2:], wishes)
+    drafted = make_engine(DRAFTERS[name]()).generate(PROMPTS[2:], wishes)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert sum(result.num_verify_steps for result in drafted) < sum(result.num_verify_steps for result in plain)
+
+
+def test_drawn_drafts_of_the_target_itself_all_stand() -> None:
+    """Drawn from the very law they are held against, at any temperature, each first child is accepted."""
+    drafter = ModelDrafter(TARGET, 8, vocab_size=VOCAB, poison=True)
+    params = SamplingParams(max_new_tokens=1 + 4 * 8, temperature=1.3, seed=4, shape=DraftTree.from_widths([2, 1, 2]))
+    results = make_engine(drafter).generate(PROMPTS, params)
+    assert [result.accept_hist for result in results] == [{4: 8}] * len(PROMPTS)
 
 
 class Misled(NgramDrafter):

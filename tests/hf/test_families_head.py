@@ -73,9 +73,9 @@ def test_trees_equal_the_naive_growth(families: Callable, name: str) -> None:
     hidden = forward(model, TEXT[:-1]).hidden
     for slot in range(len(SHAPES)):
         drafter.allocate(slot)
-        drafter.observe([Committed(slot, hidden, TEXT[1:])])
-    trees = drafter.propose([Root(slot, TEXT[-1], shape) for slot, shape in enumerate(SHAPES)])
-    for shape, tree in zip(SHAPES, trees, strict=True):
+        drafter.observe([Committed(slot, hidden, TEXT[1:], TEXT[0])])
+    drafts = drafter.propose([Root(slot, TEXT[-1], shape) for slot, shape in enumerate(SHAPES)])
+    for shape, (tree, _) in zip(SHAPES, drafts, strict=True):
         want = oracle_of(name, model).propose(TEXT, hidden, shape)
         assert (tree.parents, tree.tokens) == (want.parents, want.tokens)
 

@@ -46,6 +46,7 @@ def load(
         RequestError: a checkpoint cannot be read, has no head to draft with, or has other tokens than the target.
         UnsupportedError: the model's type is not supported.
     """
+    check_draft(draft, has_model=draft_model is not None)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder = resolve(model)
     hf_model, tokenizer = load_model(folder, resolve_dtype(dtype, device), device), load_tokenizer(folder)
