@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from treewy.errors import TreeError
-from treewy.shapes import Bool, Int, Tensor
+from treewy.shapes import Bool, Int, Tensor, lasting
 from treewy.tree import DraftTree, topology
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -100,7 +100,7 @@ class PackedTree:
     @cached_property
     def strict_ancestors(self) -> Bool[Tensor, "B T T"]:
         """`ancestors` without the diagonal."""
-        return self.ancestors & ~torch.eye(self.max_size, dtype=torch.bool, device=self.device)
+        return self._tensor(self.ancestors.cpu().numpy() & ~np.eye(self.max_size, dtype=bool))
 
     @cached_property
     def depth_dense(self) -> Int[Tensor, "B T"]:
@@ -143,6 +143,7 @@ class PackedTree:
             packed[start : start + len(parents)] = table(parents)
         return packed
 
+    @lasting
     def _tensor(self, table: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(table)).to(self.device)
 
@@ -269,6 +270,7 @@ def pack_paths(tree: PackedTree, paths: Sequence[Sequence[int]]) -> PackedPath:
 
 
 @lru_cache(maxsize=512)
+@lasting
 def _nearest_ancestors(tree: PackedTree, width: int) -> Int[Tensor, "N W"]:
     window = width - 1
     table = np.tile(np.arange(tree.num_rows, dtype=np.int64)[:, None], (1, width))

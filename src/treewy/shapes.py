@@ -13,9 +13,13 @@
 """
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Array = np.ndarray
+# Decorates what makes tensors that outlive a step: made in inference mode they could not be written, or trained
+# through, outside it.
+lasting = torch.inference_mode(False)
 
-__all__ = ["Array", "Bool", "Float", "Int", "Tensor"]
+__all__ = ["Array", "Bool", "Float", "Int", "Tensor", "lasting"]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from treewy.ops.gdn import History
-from treewy.shapes import Tensor
+from treewy.shapes import Tensor, lasting
 
 
 class LinearSpec(NamedTuple):
@@ -135,6 +135,7 @@ def _empty_history(
     )
 
 
+@lasting
 def _grown(pool: Tensor, num_places: int, fill: float) -> Tensor:
     grown = pool.new_full((pool.shape[0], num_places, *pool.shape[2:]), fill)
     grown[:, : pool.shape[1]] = pool

@@ -9,7 +9,7 @@ import torch
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree
-from treewy.shapes import Bool, Float, Tensor
+from treewy.shapes import Bool, Float, Tensor, lasting
 from treewy.tree import topology
 
 
@@ -65,6 +65,7 @@ def _grouped(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
+@lasting
 def _bits(parents: tuple[int, ...], first: int, device: str) -> Bool[Tensor, "Q T"]:
     return torch.from_numpy(topology(parents).ancestors[first:].copy()).to(device)
 
