@@ -32,7 +32,9 @@ def tables() -> str:
     """Return the tables of the held-out result files that cover enough prompts to read anything from."""
     files = sorted((ROOT / "benchmarks" / "results").glob("heldout*.jsonl"))
     results = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    return "".join(_table(rows) for rows in results if rows[0]["num_prompts"] >= MIN_PROMPTS)
+    heldout = "".join(_table(rows) for rows in results if rows[0]["num_prompts"] >= MIN_PROMPTS)
+    sampled = ROOT / "benchmarks" / "results" / "sampled.jsonl"
+    return heldout + _sampled_table([json.loads(line) for line in sampled.read_text().splitlines()])
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -45,6 +47,25 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "Differences are against decoding without drafts.\n\n"
     )
     return title + HEADER + "".join(map(_line, rows)) + "\n"
+
+
+def _sampled_table(rows: list[dict[str, Any]]) -> str:
+    """Return tokens a step (and distinct 4-grams) by temperature."""
+    first = rows[0]
+    title = (
+        f"Sampled, the same prompts, {first['tokens_per_prompt']} tokens each: tokens a step, and in brackets the share of "
+        f"distinct 4-grams (`python benchmarks/sampled.py` at {first['environment']['sha'][:8]}).\n\n"
+    )
+    temperatures = sorted({row["temperature"] for row in rows})
+    header = (
+        "| drafts | " + " | ".join(f"T = {t}" for t in temperatures) + " |\n" + "|---" * (len(temperatures) + 1) + "|\n"
+    )
+    cells: dict[str, dict[float, str]] = {}
+    for row in rows:
+        figure = f"{row['mean_accept_len']['all']:.2f} ({row['distinct_4grams']:.2f})"
+        cells.setdefault(f"{row['shape']}, {row['drafts']}", {})[row["temperature"]] = figure
+    lines = [f"| {name} | " + " | ".join(by_t[t] for t in temperatures) + " |\n" for name, by_t in cells.items()]
+    return title + header + "".join(lines) + "\n"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -13,13 +13,15 @@ except PackageNotFoundError:  # run from a source tree
     __version__ = "0+unknown"
 
 if TYPE_CHECKING:
-    from treewy import accept, ops
+    from treewy import accept, draft, ops
+    from treewy.draft import Budget
     from treewy.engine import Engine, Generation, SamplingParams
     from treewy.hf import generate, load
     from treewy.tree import DraftTree
 
-_MODULES = ("accept", "ops")
+_MODULES = ("accept", "draft", "ops")
 _NAMES = {
+    "Budget": "treewy.draft",
     "DraftTree": "treewy.tree",
     "Engine": "treewy.engine",
     "Generation": "treewy.engine",
@@ -28,7 +30,18 @@ _NAMES = {
     "load": "treewy.hf",
 }
 
-__all__ = ["DraftTree", "Engine", "Generation", "SamplingParams", "accept", "generate", "load", "ops"]
+__all__ = [
+    "Budget",
+    "DraftTree",
+    "Engine",
+    "Generation",
+    "SamplingParams",
+    "accept",
+    "draft",
+    "generate",
+    "load",
+    "ops",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,8 +47,8 @@ def test_shapes() -> None:
     assert read_shape("chain:2") == DraftTree.chain(2)
     assert read_shape("tree:2,1") == DraftTree.from_widths([2, 1])
     assert read_shape("best:9x4") == Budget(9, 4)
-    for bad in ("chain:x", "ring:3", "tree:", "3;3"):
-        with pytest.raises(RequestError, match="positive widths"):
+    for bad in ("chain:x", "ring:3", "tree:", "3;3", "best:x"):
+        with pytest.raises(RequestError, match=r"(positive widths|as in chain:3|A budget)"):
             read_shape(bad)
 
 
@@ -136,11 +136,12 @@ def test_wrong_tokens_get_no_speed_up_and_fail(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rounds", "0"], "at least one round"),
+        (["--rounds", "0"], "at least 1; got 0"),
         (["--batch-size", "0"], "at least 1; got 0"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["--shapes", "star:3"], "star:3"),
-        (["--max-new-tokens", "0"], "at least 1; got 0"),
+        (["--max-new-tokens", "1"], "at least 2; got 1"),
+        (["--draft", "model"], "--draft-model go together"),
     ],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

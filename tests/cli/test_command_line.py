@@ -156,6 +156,13 @@ def test_impossible_sampling_is_refused(capsys: pytest.CaptureFixture[str], argu
     assert arguments[-1] in line or "compare" in line
 
 
+def test_argmax_drafts_leave_the_text_of_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-new-tokens", "24", "--temperature", "0.9", "--seed", "4", "--drafts", "argmax")
+    drafted, plain = run_json(capsys, *options), run_json(capsys, *options, "--draft", "none")
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_verify_steps"] < plain["num_verify_steps"]
+
+
 def test_a_seed_makes_sampling_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
     """The seed that a run without one reports gives the same text again, and another gives another."""
     options = ("--max-new-tokens", "24", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01")

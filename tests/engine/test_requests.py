@@ -62,6 +62,7 @@ def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: py
         ({"grammar": "root ::= x"}, UnsupportedError, "grammar="),
         ({"temperature": float("inf")}, RequestError, "finite temperature"),
         ({"top_p": 0.0}, RequestError, "top_p must lie"),
+        ({"temperature": True}, RequestError, "temperature must be a number"),
         ({"top_k": -1}, RequestError, "top_k must be"),
         ({"min_p": 1.5}, RequestError, "min_p must lie"),
         ({"seed": -1}, RequestError, "seed must be"),

@@ -129,8 +129,37 @@ def test_a_result_before_its_time_and_a_number_nobody_has() -> None:
         number = session.add(PROMPTS[0])
         with pytest.raises(RequestError, match="request 0 has not"):
             session.result(number)
-        with pytest.raises(RequestError, match="no request 7 among 1"):
+        with pytest.raises(RequestError, match="no request 7 among the 1 added"):
             session.abort(7)
+    check_empty(engine)
+
+
+def test_what_is_forgotten_is_gone_and_its_number_is_not_given_again() -> None:
+    """A session that runs for long keeps only what it is asked to keep."""
+    engine = make_engine()
+    with engine.open() as session:
+        first = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
+        with pytest.raises(RequestError, match="request 0 has not"):
+            session.forget(first)
+        drain(session)
+        assert session.forget(first).token_ids == expected(0, 4)
+        with pytest.raises(RequestError, match="no request 0 among the 1 added"):
+            session.result(first)
+        assert session.add(PROMPTS[1], SamplingParams(max_new_tokens=4)) == 1
+        drain(session)
+        assert session.result(1).token_ids == expected(1, 4)
+    check_empty(engine)
+
+
+def test_a_closed_session_takes_nothing() -> None:
+    engine = make_engine()
+    with engine.open() as session:
+        session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
+        drain(session)
+    for add in (lambda: session.add(PROMPTS[1]), lambda: session.add_all(PROMPTS[:2])):
+        with pytest.raises(RequestError, match="this one is closed"):
+            add()
+    assert session.is_idle
     check_empty(engine)
 
 

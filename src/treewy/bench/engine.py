@@ -13,6 +13,7 @@ from treewy.draft import Shape, parse_shape
 from treewy.engine import Engine, Generation, SamplingParams
 from treewy.engine.lossless import first_difference
 from treewy.engine.stream import Tokenizer
+from treewy.errors import RequestError
 from treewy.hf.load import build_engine, eos_ids
 from treewy.hf.stock import stock_generate
 
@@ -106,7 +107,11 @@ def read_shape(text: str) -> Shape:
     kind, _, size = text.partition(":")
     if kind == "chain" and size.isdecimal():
         return parse_shape(chain=int(size))
-    return parse_shape(tree=size if kind == "tree" else text)
+    if kind == "tree":
+        return parse_shape(tree=size)
+    if kind == "best":
+        return parse_shape(tree=text)
+    raise RequestError(f"A shape must be as in chain:3, tree:3,3,3 or best:16; got {text!r}. Choose one of them.")
 
 
 def measure(

@@ -34,11 +34,11 @@ class Bench:
     commits: tuple[Literal["store_all", "reconstruct", "ring"], ...] = ("reconstruct",)
     """Commit policies, each with every shape."""
     prompts: Annotated[Path | None, arg(metavar="FILE")] = None
-    r"""One prompt per line, \\n for a line break. Left out: two of prose and two of code."""
+    r"""One prompt per line, \n for a line break. Left out: two of prose and two of code."""
     batch_size: int = 1
     """Requests decoded at once. Stock transformers runs beside batches of 1 only."""
     max_new_tokens: int = 100
-    """Tokens per prompt, end-of-text or not."""
+    """Tokens per prompt, end-of-text or not; at least 2, as the first comes from the prompt."""
     temperature: float = 0.0
     """0 decodes greedily. Stock transformers is run at 0 only."""
     seed: int = 0
@@ -61,6 +61,7 @@ class Bench:
         from treewy.cli.loading import load_checkpoint, open_draft_model
         from treewy.cli.terminal import progress_bar
 
+        self._refuse_nonsense()
         texts, params = self._texts(), self._params()
         folder, model, tokenizer = load_checkpoint(self.model, self.dtype, self.device)
         draft_model = open_draft_model(self.draft_model, model, tokenizer)
@@ -107,9 +108,27 @@ class Bench:
         texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
         if not texts:
             raise RequestError(f"A prompt file must hold at least one prompt; {file} holds none. Write one per line.")
-        if self.batch_size < 1:
-            raise RequestError(f"batch-size must be at least 1; got {self.batch_size}. Use 1 for single requests.")
         return texts
+
+    def _refuse_nonsense(self) -> None:
+        """Refuse before anything is loaded what cannot be run."""
+        from treewy.bench.engine import read_shape
+
+        least = {
+            "batch-size": (self.batch_size, 1),
+            "rounds": (self.rounds, 1),
+            "max-new-tokens": (self.max_new_tokens, 2),
+        }
+        for name, (given, minimum) in least.items():
+            if given < minimum:
+                raise RequestError(f"{name} must be at least {minimum}; got {given}. Leave it out for the default.")
+        if (self.draft == "model") != (self.draft_model is not None):
+            raise RequestError(
+                f"--draft model and --draft-model go together; got draft {self.draft} with draft model {self.draft_model}. "
+                "Give both or neither."
+            )
+        for shape in self.shapes:
+            read_shape(shape)
 
     def _setting(self) -> dict[str, Any]:
         names = ("draft", "batch_size", "max_new_tokens", "temperature", "seed", "rounds")

@@ -17,7 +17,7 @@ DEMO_PROMPT = "It was a bright morning in May, and the road to the village was"
 
 @dataclass(frozen=True)
 class Generate:
-    """Decode a prompt with a draft tree per step; same tokens as without, fewer steps."""
+    """Decode a prompt with a draft tree per step: same tokens as without (at a temperature: same law), fewer steps."""
 
     prompt: Annotated[Positional[str | None], arg(metavar="PROMPT")] = None
     """Text to continue, in quotes. Left out: standard input if it is piped (less one final newline), else a short
@@ -42,13 +42,15 @@ class Generate:
     temperature: float = 0.0
     """0 decodes greedily; above it, tokens are sampled."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that reach this probability together. 1 keeps all."""
+    """Sample from the most likely tokens that reach this probability together. 1 keeps all; no effect at temperature 0."""
     top_k: int = 0
-    """Sample from this many most likely tokens. 0 keeps all."""
+    """Sample from this many most likely tokens. 0 keeps all; no effect at temperature 0."""
     min_p: float = 0.0
-    """Sample from tokens at least this times as likely as the most likely one. 0 keeps all."""
+    """Sample from tokens at least this times as likely as the most likely one. 0 keeps all; no effect at temperature 0."""
     seed: Annotated[int | None, arg(metavar="INT")] = None
     """Of sampling. Left out: a fresh one, which --json reports."""
+    drafts: Literal["sampled", "argmax"] = "sampled"
+    """At a temperature. sampled: drafts are drawn, more of them stand; argmax: the text of a seed is that without drafts."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights. auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"

@@ -82,14 +82,16 @@ def _parse(arguments: list[str]) -> Generate | Plan | Bench | Doctor:
 
 def _one_line(box: str) -> str:
     """Flatten tyro's framed message to one line."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│╭╮╰╯─┌┐└┘|+- \n") for line in box.splitlines()]
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│╭╮╰╯─┌┐└┘|+ \n") for line in box.splitlines()]
+    lines = [line for line in lines if line.strip("-")]
     words: list[str] = []
-    # The frame's title says nothing the message does not, and the help it repeats is one command away.
+    # The frame's title says nothing the message does not, and the help it repeats is one command away; what it takes for
+    # the option that was meant is as often another command's.
     for line in filter(None, lines[1:]):
-        if line.startswith(("Argument helptext", "For full helptext", "Got errors")):
+        if line.startswith(("Argument helptext", "For full helptext", "Got errors", "Perhaps you meant")):
             break
         words.append(line.rstrip(".;"))
-    return " ".join(words)
+    return " ".join(words).replace(" Available subcommands", "; available subcommands")
 
 
 def _report(error: object) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -58,6 +59,7 @@ class Session:
             top_p=options.top_p,
             min_p=options.min_p,
             seed=secrets.randbits(32) if options.seed is None else options.seed,
+            drafts=options.drafts,
             record_gaps=options.compare,
         )
         text = options.text()
@@ -143,7 +145,7 @@ class Session:
             f"state {generation.state_bytes / 2**20:.2f} MiB"
         )
         if comparison is not None:
-            Console(highlight=False).print(_table(self.options, comparison))
+            Console(highlight=False).print(_table(self.options, self.model.dtype, comparison))
 
     def _variant(self, draft: str, commit: str) -> Generation:
         engine = self._engine(draft, commit)
@@ -180,11 +182,11 @@ def _difference(none: Generation, token_ids: list[int]) -> dict[str, Any] | None
     return {"index": index, "gap": none.top2_gaps[index] if index < len(none.top2_gaps) else None}
 
 
-def _table(options: Generate, comparison: dict[str, Any]) -> Table:
+def _table(options: Generate, dtype: torch.dtype, comparison: dict[str, Any]) -> Table:
     drafted = [name for name in comparison if name in POLICIES]
     labels = {name: f"{options.draft}, {name}" for name in drafted}
     labels |= {"none": "no drafts", "transformers": "transformers"}
-    table = Table(box=box.SIMPLE, title=_title(options, comparison), title_justify="left")
+    table = Table(box=box.SIMPLE, title=_title(dtype, comparison), title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("tokens", "steps", "tok/step", "tok/s", "MiB", "equal"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -202,7 +204,7 @@ def _table(options: Generate, comparison: dict[str, Any]) -> Table:
     return table
 
 
-def _title(options: Generate, comparison: dict[str, Any]) -> str:
+def _title(dtype: torch.dtype, comparison: dict[str, Any]) -> str:
     """Return what the table shows in words, every difference with its place and gap."""
     differences = {name: figures["first_diff"] for name, figures in comparison.items() if _differs(figures)}
     if not differences:
@@ -211,7 +213,7 @@ def _title(options: Generate, comparison: dict[str, Any]) -> str:
         f"{name} at token {x['index']}" + ("" if x["gap"] is None else f", gap {x['gap']:.1e}")
         for name, x in differences.items()
     ]
-    why = "expected in bfloat16" if options.dtype != "float32" else "see docs/lossless.md"
+    why = "see docs/lossless.md" if dtype == torch.float32 else "expected in bfloat16"
     return f"tokens differ from those without drafts ({why}): {'; '.join(places)}"
 
 

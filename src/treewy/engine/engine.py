@@ -47,6 +47,7 @@ class Engine:
         poison: bool = False,
     ) -> None:
         self.target, self.drafter, self.shape, self.tokenizer = target, drafter, shape, tokenizer
+        SamplingParams(shape=shape)  # checked as a request's own would be
         if not 1 <= prefill_chunk <= MAX_ROWS:
             raise RequestError(f"prefill_chunk must lie in 1..{MAX_ROWS}; got {prefill_chunk}. 64 is a good default.")
         self.cache = CachePool(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from treewy.draft import Draws, Shape
+from treewy.draft import Budget, Draws, Shape
 from treewy.engine.stream import Detokenizer, TokenKind, TokenLogprobs
 from treewy.errors import RequestError, TreeWYError, UnsupportedError
 from treewy.sampling import ACCEPT, DRAFT, Law, Stream
@@ -73,6 +73,14 @@ class SamplingParams:
         if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise RequestError(
                 f"max_new_tokens must be an integer of at least 1; got {self.max_new_tokens!r}. Ask for a token."
+            )
+        if self.shape is not None and not isinstance(self.shape, (DraftTree, Budget)):
+            raise RequestError(
+                f"shape must be a DraftTree or a Budget; got {self.shape!r:.80}. Use DraftTree.from_widths([3, 3, 3])."
+            )
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+            raise RequestError(
+                f"temperature must be a number; got {self.temperature!r:.80}. Use 0 for greedy decoding."
             )
         if not self.temperature >= 0:
             raise RequestError(f"temperature must be at least 0; got {self.temperature}. Use 0 for greedy decoding.")

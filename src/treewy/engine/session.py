@@ -24,6 +24,8 @@ class Session:
         self._machine, self._intake, self._chunk = machine, intake, prefill_chunk
         self._scheduler = Scheduler(machine.cache, machine.drafter)
         self._requests: dict[int, Request] = {}
+        self._num_added = 0
+        self._is_closed = False
 
     def __enter__(self) -> "Session":
         return self
@@ -44,18 +46,17 @@ class Session:
         Raises:
             RequestError: the prompt is empty, too long or not of this model; nothing is queued then.
         """
-        number = len(self._requests)
-        self._start(self._intake.request(number, prompt, params))
-        return number
+        request = self._intake.request(self._num_added, prompt, params)
+        self._start(request)
+        return request.id
 
     def add_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[int]:
         """Queue one request per prompt, all or, on an error, none; return their numbers."""
-        first = len(self._requests)
         requests = self._intake.requests(prompts, params)
-        for place, request in enumerate(requests):
-            request.id = first + place
+        for request in requests:
+            request.id = self._num_added
             self._start(request)
         return [request.id for request in requests]
 
@@ -104,12 +105,25 @@ class Session:
             raise RequestError(f"A request must finish before its result; request {number} has not. Go on stepping.")
         return finished(request)
 
+    def forget(self, number: int) -> Generation:
+        """Return what a finished request generated and keep nothing of it: a session may run for long.
+
+        Errors as in `result`.
+        """
+        generation = self.result(number)
+        del self._requests[number]
+        return generation
+
     def close(self) -> None:
-        """Abort whatever still waits or runs; its memory is not lost."""
+        """Abort whatever still waits or runs; its memory is not lost. Nothing can be added afterwards."""
+        self._is_closed = True
         for number in self._requests:
             self.abort(number)
 
     def _start(self, request: Request) -> None:
+        if self._is_closed:
+            raise RequestError("A session must be open to take a request; this one is closed. Open another.")
+        self._num_added += 1
         request.stats.started = perf_counter()
         self._requests[request.id] = request
         self._scheduler.add(request)
@@ -117,8 +131,8 @@ class Session:
     def _request(self, number: int) -> Request:
         if number not in self._requests:
             raise RequestError(
-                f"A request must be added before use; there is no request {number} among {len(self._requests)}. "
-                "Use the number that add returned."
+                f"A request must be added before use and not be forgotten; there is no request {number} among the "
+                f"{self._num_added} added. Use the number that add returned."
             )
         return self._requests[number]
 

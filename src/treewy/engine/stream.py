@@ -31,7 +31,7 @@ class StreamEvent(NamedTuple):
     """New tokens of one request.
 
     Attributes:
-        index: The request's place in the call.
+        index: The request's place in the call, or in a session the number that `add` returned.
         token_ids: New tokens.
         kinds: Kind of each.
         pieces: Text each token released. A token may release none: a character may still be incomplete, or a stop

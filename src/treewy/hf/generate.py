@@ -27,6 +27,7 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int | None = None,
+    drafts: str = "sampled",
     draft: str = "mtp",
     checkpoint: str | Path | None = None,
     draft_model: PreTrainedModel | str | Path | None = None,
@@ -48,6 +49,7 @@ def generate(
         temperature: 0 decodes greedily; above it, tokens are sampled.
         top_k, top_p, min_p: Which tokens can be sampled (see `treewy.SamplingParams`).
         seed: Of sampling; prompt i uses `seed` + i. None takes fresh ones.
+        drafts: At a temperature, "sampled" or "argmax" (see `treewy.SamplingParams`).
         draft: "mtp", "ngram", "model" or "none".
         checkpoint: Folder or hub id whose files hold the head's `mtp.*` tensors; default: where the model was loaded
             from.
@@ -91,6 +93,7 @@ def generate(
             top_p=top_p,
             min_p=min_p,
             seed=None if seed is None else seed + place,
+            drafts=drafts,
             ignore_eos=ignore_eos,
         )
         for place in range(len(prompts))

@@ -6,8 +6,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from treewy.cache import get_policy
 from treewy.draft import Drafter, ModelDrafter, MTPDrafter, NgramDrafter, NoDrafter, Shape
-from treewy.engine import Engine
+from treewy.engine import Engine, SamplingParams
 from treewy.engine.stream import Tokenizer
 from treewy.errors import RequestError, UnsupportedError
 from treewy.hf.checkpoint import load_model, load_mtp_weights, load_tokenizer, resolve
@@ -48,6 +49,9 @@ def load(
     """
     check_draft(draft, has_model=draft_model is not None)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # Refuse before minutes of loading.
+    get_policy(commit)
+    SamplingParams(shape=shape)
     folder = resolve(model)
     hf_model, tokenizer = load_model(folder, resolve_dtype(dtype, device), device), load_tokenizer(folder)
     return build_engine(
