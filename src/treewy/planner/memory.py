@@ -8,6 +8,8 @@ from treewy.planner.weights import DTYPE_BYTES
 
 # Accepted rows that the ring policy keeps before it folds them into the state.
 RING_CAPACITY = 16
+# How many of them a layer holds: one int64.
+HISTORY_LENGTH_BYTES = 8
 POLICIES = ("none", "store_all", "reconstruct", "ring")
 
 
@@ -21,7 +23,7 @@ class PerSequence(NamedTuple):
         draft_kv: The drafter's committed keys and values.
         stash: reconstruct's records of the tree's rows, and the rows' convolution inputs.
         snapshots: store_all's pending states, one per row.
-        history: ring's accepted rows that are not yet in the state.
+        history: ring's accepted rows that are not yet in the state, and each layer's count of them.
         conv_inputs: The rows' convolution inputs; part of `stash`, and held by store_all as well.
         pending_kv: The rows' keys and values in the target, held until commit.
     """
@@ -82,7 +84,7 @@ def per_sequence(
         draft_kv=context * spec.num_head_layers * kv_row if rows > 1 else 0,
         stash=rows * (record + conv_row),
         snapshots=rows * state,
-        history=ring_capacity * record,
+        history=ring_capacity * record + spec.num_linear_layers * HISTORY_LENGTH_BYTES,
         conv_inputs=rows * conv_row,
         pending_kv=rows * spec.num_attention_layers * kv_row,
     )
