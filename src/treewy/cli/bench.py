@@ -107,6 +107,8 @@ class Bench:
         texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
         if not texts:
             raise RequestError(f"A prompt file must hold at least one prompt; {file} holds none. Write one per line.")
+        if not self.commits:
+            raise RequestError("commits must name at least one commit policy; got none. Use reconstruct, say.")
         if self.batch_size < 1:
             raise RequestError(f"batch-size must be at least 1; got {self.batch_size}. Use 1 for single requests.")
         return texts

@@ -6,6 +6,8 @@ from treewy.errors import RequestError
 from treewy.planner.model import ModelSpec
 from treewy.planner.weights import DTYPE_BYTES
 
+# Counts beyond it are slips of the finger, and their bytes may not fit a float.
+LARGEST = 1 << 40
 # Accepted rows that the ring policy keeps before it folds them into the state.
 RING_CAPACITY = 16
 # How many of them a layer holds: one int64.
@@ -67,11 +69,13 @@ def per_sequence(
         ring_capacity: Accepted rows that `ring` keeps.
 
     Raises:
-        RequestError: a count is not positive.
+        RequestError: a count is not positive, or beyond any memory.
     """
     for name, value in {"rows": rows, "context": context, "ring capacity": ring_capacity}.items():
         if value < 1:
             raise RequestError(f"{name} must be at least 1; got {value}. Raise it.")
+        if value > LARGEST:
+            raise RequestError(f"{name} must be at most {LARGEST}; got a number of {len(str(value))} digits. Lower it.")
     size, state_size = DTYPE_BYTES[dtype], DTYPE_BYTES[state_dtype]
     state = spec.num_linear_layers * spec.num_value_heads * spec.value_dim * spec.key_dim * state_size
     conv_row = spec.num_linear_layers * spec.conv_channels * size
