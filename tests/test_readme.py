@@ -38,7 +38,7 @@ def test_readme_command(command: str, capsys: pytest.CaptureFixture[str]) -> Non
     if arguments[0] == "generate":
         arguments += ["--max-new-tokens", "8"]
     if arguments[0] == "bench":
-        arguments += ["--rounds", "1", "--max-new-tokens", "4"]
+        arguments += ["--rounds", "1", "--max-new-tokens", "8"]
     assert main(arguments) == 0
     assert capsys.readouterr().out
 

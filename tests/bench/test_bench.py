@@ -17,7 +17,7 @@ from treewy.hf.checkpoint import SHIPPED, load_model, load_tokenizer
 from treewy.tree import DraftTree
 
 PROMPT_LINE = "The sea was calm"
-QUICK = ("--rounds", "1", "--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu")
+QUICK = ("--rounds", "1", "--max-new-tokens", "12", "--dtype", "float32", "--device", "cpu")
 
 
 def test_every_round_runs_every_variant_and_starts_with_the_next() -> None:
@@ -140,7 +140,7 @@ def test_wrong_tokens_get_no_speed_up_and_fail(
         (["--batch-size", "0"], "at least 1; got 0"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["--shapes", "star:3"], "star:3"),
-        (["--max-new-tokens", "1"], "at least 2; got 1"),
+        (["--max-new-tokens", "7"], "at least 8; got 7"),
         (["--draft", "model"], "--draft-model go together"),
     ],
 )

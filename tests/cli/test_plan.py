@@ -177,3 +177,30 @@ def test_the_output_that_the_documents_show_is_real(
         assert main(shlex.split(command)[1:]) == 0
         printed = capsys.readouterr().out
         assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--context", "9" * 400, "context must be at most"),
+        ("--ring-capacity", "9" * 400, "ring capacity must be at most"),
+        ("--reserve", "1e308", "reserve must be 0 to 1048576 GiB; got 1e[+]308"),
+    ],
+)
+def test_figures_beyond_any_memory(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, no traceback out of the arithmetic."""
+    assert main(["plan", "--model", "qwen3.5-0.8b", option, value]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_layer_types_that_are_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": [["a"], "b"]}
+    config |= {"vocab_size": 8, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    assert "layer_types must name 2 layers" in capsys.readouterr().err
+
+
+def test_a_benchmark_of_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--commits"]) == 2
+    assert "commits must name at least one" in capsys.readouterr().err

@@ -7,8 +7,10 @@ from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
 from toy_head import HIDDEN, ToyHead
 from toy_oracle import continuation
+from toy_steps import raising_at
+from treewy.cache import CachePool
 from treewy.draft import MTPDrafter
-from treewy.engine import Engine, SamplingParams, Session
+from treewy.engine import Engine, SamplingParams, Session, step
 from treewy.errors import CapacityError, RequestError
 from treewy.model import ToyConfig, ToyTarget
 from treewy.tree import DraftTree
@@ -214,3 +216,52 @@ def test_an_aborted_text_keeps_what_was_held_back() -> None:
         result = session.abort(number)
     assert result.text == bytes(result.token_ids).decode()
     assert len(result.token_ids) >= 6
+
+
+PLACES: list[tuple[object, str]] = [
+    (ToyTarget, "verify"),
+    (CachePool, "commit"),
+    (ScriptedDrafter, "allocate"),
+    (ScriptedDrafter, "propose"),
+    (ScriptedDrafter, "observe"),
+    (step, "deliver"),
+    (step, "_recorded"),
+]
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1])
+def test_a_step_that_dies_ends_what_ran(place: tuple[object, str], call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it dies: no half-done request goes on to a wrong text, and who still waits is served by the next steps."""
+    engine = make_engine(2)
+    with engine.open() as session:
+        numbers = session.add_all(PROMPTS, SamplingParams(max_new_tokens=9))
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, raising_at(call, getattr(*place)))
+            with pytest.raises(RuntimeError, match="planted"):
+                drain(session)
+        check_empty(engine)
+        drain(session)
+        results = [session.result(number) for number in numbers]
+    assert [result.token_ids for result in results] == [expected(i, len(x.token_ids)) for i, x in enumerate(results)]
+    reasons = [result.finish_reason for result in results]
+    assert 1 <= reasons.count("abort") <= 2
+    assert all((reason == "length") == (len(x.token_ids) == 9) for reason, x in zip(reasons, results, strict=True))
+    check_empty(engine)
+
+
+def test_a_tokenizer_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending a request asks for the text that was held back: its slot, and its neighbours', come back even if that raises."""
+    engine = make_engine(tokenizer=ByteTokenizer())
+    session = engine.open()
+    session.add_all(PROMPTS)
+    session.step()
+    monkeypatch.setattr(ByteTokenizer, "decode", raising_at(1, ByteTokenizer.decode))
+    with pytest.raises(RuntimeError, match="planted"):
+        session.abort(0)
+    assert engine.cache.num_free == 1
+    monkeypatch.setattr(ByteTokenizer, "decode", None)
+    with pytest.raises(TypeError):
+        session.close()
+    check_empty(engine)
+    assert session.is_idle

@@ -49,20 +49,22 @@ def check(engine: Engine, spec: ModelSpec, shape: DraftTree, commit: str, *, dty
     assert length > len(PROMPT)
     assert isinstance(engine.drafter, MTPDrafter)
     assert engine.drafter.cache.slot_bytes(0) == (0, 0, plan(length).draft_kv)
-    assert engine.cache.slot_bytes(0) == (plan(length).state, plan(length).conv, plan(length).kv)
+    part = plan(length)
+    history = part.history if commit == "ring" else 0
+    assert engine.cache.slot_bytes(0) == (part.state + history, part.conv, part.kv)
     stream.close()
 
     [generation] = engine.generate([PROMPT], params)
     part = plan(len(PROMPT))
     pending = part.snapshots if commit == "store_all" else part.stash - part.conv_inputs
-    assert generation.state_bytes == part.state + pending
+    assert generation.state_bytes == part.state + history + pending
     assert generation.conv_bytes == part.conv + part.conv_inputs
     assert generation.kv_bytes == part.kv + part.pending_kv
     everything = generation.state_bytes + generation.conv_bytes + generation.kv_bytes
     assert everything + part.draft_kv == part.totals()[commit]
 
 
-@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("commit", ["store_all", "reconstruct", "ring"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "state_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
 def test_shipped_checkpoint(commit: str, shape: str, dtype: str, state_dtype: str) -> None:
@@ -70,7 +72,7 @@ def test_shipped_checkpoint(commit: str, shape: str, dtype: str, state_dtype: st
     check(engine, find_model(str(SHIPPED), dtype).spec, SHAPES[shape], commit, dtype=dtype, state_dtype=state_dtype)
 
 
-@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("commit", ["store_all", "reconstruct", "ring"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_a_model_of_another_shape(tmp_path: Path, commit: str, shape: str, state_dtype: str) -> None:
@@ -81,7 +83,7 @@ def test_a_model_of_another_shape(tmp_path: Path, commit: str, shape: str, state
     check(engine, spec, SHAPES[shape], commit, dtype="float32", state_dtype=state_dtype)
 
 
-@pytest.mark.parametrize("commit", ["store_all", "reconstruct"])
+@pytest.mark.parametrize("commit", ["store_all", "reconstruct", "ring"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_toy_in_float64(commit: str, shape: str) -> None:
     """Fault J03: what is planned is what is held, window and all, to the byte. Everything in float64, records too."""
@@ -94,7 +96,8 @@ def test_toy_in_float64(commit: str, shape: str) -> None:
     part = per_sequence(
         toy_spec(toy), rows=tree.num_rows, context=pool.length(slot), dtype="float64", state_dtype="float64"
     )
-    assert pool.slot_bytes(slot) == (part.state, part.conv, part.kv)
+    history = part.history if commit == "ring" else 0
+    assert pool.slot_bytes(slot) == (part.state + history, part.conv, part.kv)
     pending = part.snapshots if commit == "store_all" else part.stash - part.conv_inputs
     assert held == (pending, part.conv_inputs, part.pending_kv)
 

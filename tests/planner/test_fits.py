@@ -29,7 +29,7 @@ def test_parts_by_hand() -> None:
     assert part.snapshots == 4 * 30 * MIB
     assert part.conv_inputs == 4 * 30 * channels * 2
     assert part.stash == 4 * record + part.conv_inputs
-    assert part.history == 16 * record
+    assert part.history == 16 * record + 30 * 8
     assert part.pending_kv == 4 * 10 * 2 * (2 * 256) * 2
 
 
@@ -65,7 +65,7 @@ def test_what_each_policy_holds() -> None:
         "reconstruct": drafting + part.stash,
         "ring": drafting + part.stash + part.history,
     }
-    assert part.history == 2 * (part.stash - part.conv_inputs)
+    assert part.history == 2 * (part.stash - part.conv_inputs) + 30 * 8
 
 
 def test_without_drafts_there_is_no_drafters_memory() -> None:
@@ -80,11 +80,12 @@ def test_without_drafts_there_is_no_drafters_memory() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8, 16])
 def test_tensor_parallelism_divides(tp: int) -> None:
-    """States, windows and records divide; KV heads only down to one, then every GPU holds a copy."""
+    """States, windows and records divide, a history's count does not; KV heads only down to one, then every GPU holds a copy."""
     whole = per_sequence(SPEC, rows=4, context=1000, dtype="bfloat16", state_dtype="float32")
     share = per_sequence(SPEC.shard(tp), rows=4, context=1000, dtype="bfloat16", state_dtype="float32")
-    for part in ("state", "conv", "snapshots", "stash", "history", "conv_inputs"):
+    for part in ("state", "conv", "snapshots", "stash", "conv_inputs"):
         assert getattr(share, part) * tp == getattr(whole, part)
+    assert (share.history - 30 * 8) * tp == whole.history - 30 * 8
     for part in ("kv", "draft_kv", "pending_kv"):
         assert getattr(share, part) * 2 == getattr(whole, part)
 

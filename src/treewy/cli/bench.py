@@ -38,7 +38,7 @@ class Bench:
     batch_size: int = 1
     """Requests decoded at once. Stock transformers runs beside batches of 1 only."""
     max_new_tokens: int = 100
-    """Tokens per prompt, end-of-text or not; at least 2, as the first comes from the prompt."""
+    """Tokens per prompt, end-of-text or not; at least 8, as a first step may deliver several before the clock starts."""
     temperature: float = 0.0
     """0 decodes greedily. Stock transformers is run at 0 only."""
     seed: int = 0
@@ -117,11 +117,15 @@ class Bench:
         least = {
             "batch-size": (self.batch_size, 1),
             "rounds": (self.rounds, 1),
-            "max-new-tokens": (self.max_new_tokens, 2),
+            "max-new-tokens": (self.max_new_tokens, 8),
         }
         for name, (given, minimum) in least.items():
             if given < minimum:
                 raise RequestError(f"{name} must be at least {minimum}; got {given}. Leave it out for the default.")
+        if not self.commits or not self.shapes:
+            raise RequestError(
+                "commits and shapes must name at least one each; got none. Leave them out for the default."
+            )
         if (self.draft == "model") != (self.draft_model is not None):
             raise RequestError(
                 f"--draft model and --draft-model go together; got draft {self.draft} with draft model {self.draft_model}. "

@@ -197,8 +197,8 @@ class Generation:
     Attributes:
         text: Generated text, or "" without a tokenizer.
         token_ids: Generated tokens, the end-of-text token included if it was generated.
-        finish_reason: "eos", "stop" or "length"; "abort" if it was aborted; "error" if the target's logits were not finite,
-            after the tokens so far.
+        finish_reason: "eos", "stop" or "length"; "abort" if it was aborted, or if a step died while it ran; "error" if the
+            target's logits were not finite, after the tokens so far.
         num_verify_steps: Decoding forwards of the target, prefill apart.
         num_drafted: Draft tokens verified.
         accept_hist: Steps by the number of tokens they delivered.

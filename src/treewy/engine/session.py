@@ -1,6 +1,7 @@
 """Session: requests that join, advance together, and end or are aborted, each without touching another."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from types import TracebackType
 
@@ -63,10 +64,12 @@ class Session:
     def abort(self, number: int) -> Generation:
         """End a request where it stands and free what it holds; return what it had. A finished one stays as it was."""
         request = self._request(number)
-        if request.finish_reason is None:
-            request.finish_reason = "abort"
-            request.detokenizer.flush()
-        self._scheduler.release(request)
+        try:
+            if request.finish_reason is None:
+                request.finish_reason = "abort"
+                request.detokenizer.flush()
+        finally:
+            self._scheduler.release(request)
         return finished(request)
 
     # Every small operation is a little cheaper so. What outlives a step is made outside it (`lasting`).
@@ -74,25 +77,19 @@ class Session:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one step; return what each gained. Nothing runs when idle.
 
+        A step that dies ends every request that had a slot, with what it has; those that wait can still run.
+
         Raises:
             CapacityError: requests wait, and other sessions of the engine hold all slots.
         """
-        scheduler, events = self._scheduler, []
-        if scheduler.is_idle:
-            return events
-        scheduler.admit()
-        if not scheduler.running:
-            raise CapacityError(
-                f"A waiting request needs a slot; all {self._machine.cache.num_slots} are held by other streams of this "
-                "engine. Finish or close one, or raise max_num_seqs."
-            )
-        if prefilling := scheduler.prefilling():
-            events += prefill(self._machine, prefilling, self._chunk)
-            self._release_finished()
-        if decoding := scheduler.decoding():
-            events += speculate(self._machine, decoding)
-            self._release_finished()
-        return events
+        if self._scheduler.is_idle:
+            return []
+        try:
+            return self._advance()
+        except BaseException:
+            # Tokens may be out whose rows were not committed, or rows in whose tokens are not out: no way on from there.
+            self._abort_all(request.id for request in self._requests.values() if request.slot is not None)
+            raise
 
     def result(self, number: int) -> Generation:
         """Return what a finished request generated.
@@ -117,8 +114,29 @@ class Session:
     def close(self) -> None:
         """Abort whatever still waits or runs; its memory is not lost. Nothing can be added afterwards."""
         self._is_closed = True
-        for number in self._requests:
-            self.abort(number)
+        self._abort_all(self._requests)
+
+    def _advance(self) -> list[StreamEvent]:
+        scheduler, events = self._scheduler, []
+        scheduler.admit()
+        if not scheduler.running:
+            raise CapacityError(
+                f"A waiting request needs a slot; all {self._machine.cache.num_slots} are held by other streams of this "
+                "engine. Finish or close one, or raise max_num_seqs."
+            )
+        if prefilling := scheduler.prefilling():
+            events += prefill(self._machine, prefilling, self._chunk)
+            self._release_finished()
+        if decoding := scheduler.decoding():
+            events += speculate(self._machine, decoding)
+            self._release_finished()
+        return events
+
+    def _abort_all(self, numbers: Iterable[int]) -> None:
+        # What one abort raises must not keep the next from giving its slot back.
+        with ExitStack() as aborts:
+            for number in numbers:
+                aborts.callback(self.abort, number)
 
     def _start(self, request: Request) -> None:
         if self._is_closed:

@@ -6,8 +6,12 @@ from treewy.errors import RequestError
 from treewy.planner.model import ModelSpec
 from treewy.planner.weights import DTYPE_BYTES
 
+# Counts beyond it are slips of the finger, and their bytes may not fit a float.
+LARGEST = 1 << 40
 # Accepted rows that the ring policy keeps before it folds them into the state.
 RING_CAPACITY = 16
+# How many of them a layer holds: one int64.
+HISTORY_LENGTH_BYTES = 8
 POLICIES = ("none", "store_all", "reconstruct", "ring")
 
 
@@ -21,7 +25,7 @@ class PerSequence(NamedTuple):
         draft_kv: The drafter's committed keys and values.
         stash: reconstruct's records of the tree's rows, and the rows' convolution inputs.
         snapshots: store_all's pending states, one per row.
-        history: ring's accepted rows that are not yet in the state.
+        history: ring's accepted rows that are not yet in the state, and each layer's count of them.
         conv_inputs: The rows' convolution inputs; part of `stash`, and held by store_all as well.
         pending_kv: The rows' keys and values in the target, held until commit.
     """
@@ -65,11 +69,13 @@ def per_sequence(
         ring_capacity: Accepted rows that `ring` keeps.
 
     Raises:
-        RequestError: a count is not positive.
+        RequestError: a count is not positive, or beyond any memory.
     """
     for name, value in {"rows": rows, "context": context, "ring capacity": ring_capacity}.items():
         if value < 1:
             raise RequestError(f"{name} must be at least 1; got {value}. Raise it.")
+        if value > LARGEST:
+            raise RequestError(f"{name} must be at most {LARGEST}; got a number of {len(str(value))} digits. Lower it.")
     size, state_size = DTYPE_BYTES[dtype], DTYPE_BYTES[state_dtype]
     state = spec.num_linear_layers * spec.num_value_heads * spec.value_dim * spec.key_dim * state_size
     conv_row = spec.num_linear_layers * spec.conv_channels * size
@@ -82,7 +88,7 @@ def per_sequence(
         draft_kv=context * spec.num_head_layers * kv_row if rows > 1 else 0,
         stash=rows * (record + conv_row),
         snapshots=rows * state,
-        history=ring_capacity * record,
+        history=ring_capacity * record + spec.num_linear_layers * HISTORY_LENGTH_BYTES,
         conv_inputs=rows * conv_row,
         pending_kv=rows * spec.num_attention_layers * kv_row,
     )

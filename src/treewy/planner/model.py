@@ -167,7 +167,7 @@ def _layer_types(text: _Reader) -> list[str]:
     if types is None:
         every = text.count("full_attention_interval")
         return [LINEAR if (index + 1) % every else ATTENTION for index in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {LINEAR, ATTENTION}:
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in (LINEAR, ATTENTION) for x in types):
         raise RequestError(
             f"layer_types must name {num_layers} layers, each {LINEAR} or {ATTENTION}; that of {text.where} does not. "
             "Use the checkpoint's own config.json."

@@ -48,8 +48,9 @@ class Setting:
             raise RequestError(
                 f"The memory fraction must be above 0 and at most 1; got {self.memory_fraction}. Use 0.9, say."
             )
-        if not 0 <= self.reserve_gib < float("inf"):
-            raise RequestError(f"The reserve must be at least 0 GiB; got {self.reserve_gib}. Use 3, say.")
+        # Beyond any memory; larger figures would not fit a float of bytes.
+        if not 0 <= self.reserve_gib <= 1 << 20:
+            raise RequestError(f"The reserve must be 0 to {1 << 20} GiB; got {self.reserve_gib}. Use 3, say.")
         if self.requests is not None and self.requests < 1:
             raise RequestError(f"Wanted requests must be at least 1; got {self.requests}. Leave them out if unknown.")
 
