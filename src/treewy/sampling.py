@@ -36,7 +36,7 @@ class Law:
     def __post_init__(self) -> None:
         if not 0 < self.temperature < float("inf"):
             raise RequestError(
-                f"A law needs a finite temperature above 0; got {self.temperature}. Use 1 for the model's own law, 0 for greedy decoding."
+                f"A law needs a finite temperature above 0; got {self.temperature}. Use 1 for the model's own law."
             )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise RequestError(

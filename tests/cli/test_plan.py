@@ -203,4 +203,4 @@ def test_layer_types_that_are_no_names(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_benchmark_of_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--commits"]) == 2
-    assert "commits must name at least one" in capsys.readouterr().err
+    assert "commits and shapes must name at least one" in capsys.readouterr().err

@@ -29,6 +29,9 @@ class Budget:
     max_children: int = 4
 
     def __post_init__(self) -> None:
+        limits = (self.num_rows, self.max_depth, self.max_children)
+        if any(isinstance(limit, bool) or not isinstance(limit, int) for limit in limits):
+            raise RequestError(f"A budget's limits must be integers; got {limits!r:.80}. Use Budget(16, 6, 4), say.")
         if not 1 <= self.num_rows <= MAX_BUDGET_ROWS:
             raise RequestError(
                 f"A budget must have 1 to {MAX_BUDGET_ROWS} rows, root included; got {self.num_rows}. Draft fewer tokens."

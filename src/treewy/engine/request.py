@@ -78,10 +78,10 @@ class SamplingParams:
             raise RequestError(
                 f"shape must be a DraftTree or a Budget; got {self.shape!r:.80}. Use DraftTree.from_widths([3, 3, 3])."
             )
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise RequestError(
-                f"temperature must be a number; got {self.temperature!r:.80}. Use 0 for greedy decoding."
-            )
+        for name in ("temperature", "top_p", "min_p"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, (int, float)):
+                raise RequestError(f"{name} must be a number; got {given!r:.80}. Leave it out for the default.")
         if not self.temperature >= 0:
             raise RequestError(f"temperature must be at least 0; got {self.temperature}. Use 0 for greedy decoding.")
         # At temperature 0 they have no effect, but nonsense is nonsense all the same.
