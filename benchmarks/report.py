@@ -30,11 +30,23 @@ def main() -> None:
 
 def tables() -> str:
     """Return the tables of the held-out result files that cover enough prompts to read anything from."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("heldout*.jsonl"))
-    results = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    heldout = "".join(_table(rows) for rows in results if rows[0]["num_prompts"] >= MIN_PROMPTS)
-    sampled = ROOT / "benchmarks" / "results" / "sampled.jsonl"
-    return heldout + _sampled_table([json.loads(line) for line in sampled.read_text().splitlines()])
+    heldout = "".join(_table(rows) for rows in _results("heldout*") if rows[0]["num_prompts"] >= MIN_PROMPTS)
+    sampled = "".join(map(_sampled_table, _results("sampled")))
+    return heldout + sampled + "".join(_engine_table(report) for (report,) in _results("engine*"))
+
+
+def _results(pattern: str) -> list[list[dict[str, Any]]]:
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"{pattern}.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+
+
+def _command(environment: dict[str, Any]) -> str:
+    program, *arguments = environment["argv"]
+    if program == "__main__.py":
+        program = "treewy"
+    elif program.endswith(".py"):
+        program = f"python benchmarks/{program}"
+    return f"`{' '.join([program, *arguments])}` at {environment['sha'][:8]}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -43,7 +55,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     title = (
         f"{first['num_prompts']} held-out prompts, greedy, {first['tokens_per_prompt']} tokens each, one at a time, "
-        f"{first['dtype']}, {environment['device']} ({versions}; `{' '.join(environment['argv'])}` at {environment['sha'][:8]}). "
+        f"{first['dtype']}, {environment['device']} ({versions}; {_command(environment)}). "
         "Differences are against decoding without drafts.\n\n"
     )
     return title + HEADER + "".join(map(_line, rows)) + "\n"
@@ -54,7 +66,7 @@ def _sampled_table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     title = (
         f"Sampled, the same prompts, {first['tokens_per_prompt']} tokens each: tokens a step, and in brackets the share of "
-        f"distinct 4-grams (`python benchmarks/sampled.py` at {first['environment']['sha'][:8]}).\n\n"
+        f"distinct 4-grams ({_command(first['environment'])}).\n\n"
     )
     temperatures = sorted({row["temperature"] for row in rows})
     header = (
@@ -66,6 +78,39 @@ def _sampled_table(rows: list[dict[str, Any]]) -> str:
         cells.setdefault(f"{row['shape']}, {row['drafts']}", {})[row["temperature"]] = figure
     lines = [f"| {name} | " + " | ".join(by_t[t] for t in temperatures) + " |\n" for name, by_t in cells.items()]
     return title + header + "".join(lines) + "\n"
+
+
+def _engine_table(report: dict[str, Any]) -> str:
+    """Return speeds of interleaved rounds; wrong tokens get no ratio."""
+    setting, environment = report["setting"], report["environment"]
+    title = (
+        f"Speed, {setting['num_prompts']} prompts, greedy, {setting['max_new_tokens']} tokens each, {setting['batch_size']} at "
+        f"a time, {setting['dtype']}, {environment['device']}: medians of {setting['rounds']} interleaved rounds "
+        f"({_command(environment)}).\n\n"
+    )
+    header = (
+        "| variant | tokens/s (range) | x no drafts | x transformers | tokens a step | state MiB | equal |\n"
+        + "|---" * 7
+        + "|\n"
+    )
+    return title + header + "".join(_engine_line(name, x) for name, x in report["variants"].items()) + "\n"
+
+
+def _engine_line(name: str, x: dict[str, Any]) -> str:
+    def times(ratio: dict[str, Any] | None) -> str:
+        return "" if ratio is None or not x["equal"] else f"{ratio['median']:.2f}"
+
+    speed = x["tokens_per_s"]
+    cells = [
+        name,
+        f"{speed['median']:.0f} ({speed['low']:.0f}-{speed['high']:.0f})",
+        times(x["over_none"]),
+        times(x["over_transformers"]),
+        "" if x["mean_accept_len"] is None else f"{x['mean_accept_len']:.2f}",
+        "" if x["state_bytes"] is None else f"{x['state_bytes'] / 2**20:.2f}",
+        "yes" if x["equal"] else "no",
+    ]
+    return "| " + " | ".join(cells) + " |\n"
 
 
 def _line(row: dict[str, Any]) -> str:
