@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
@@ -13,6 +14,8 @@ from treewy.draft import MTPDrafter
 from treewy.engine import Engine, SamplingParams, Session, step
 from treewy.errors import CapacityError, RequestError
 from treewy.model import ToyConfig, ToyTarget
+from treewy.ops.attention.eager import _bits
+from treewy.packed import pack
 from treewy.tree import DraftTree
 
 TARGET = ToyTarget(ToyConfig(max_len=128), seed=1)
@@ -265,3 +268,20 @@ def test_a_tokenizer_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -
         session.close()
     check_empty(engine)
     assert session.is_idle
+
+
+def test_what_outlives_a_step_can_be_written_outside_it() -> None:
+    """Steps run in inference mode; memory that grew in one, and tables that are cached, are ordinary tensors."""
+    engine = make_engine(1)
+    prompt = [1] * 100
+    with engine.open() as session:
+        script = continuation(TARGET, prompt, 12)
+        engine.drafter.scripts.append(script)
+        number = session.add(prompt, SamplingParams(max_new_tokens=8))
+        drain(session)
+        assert session.result(number).token_ids == script[100:108]
+    pools = [x for layer in engine.cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    assert max(x.shape[1] for x in pools) >= 100
+    tree = pack([TREE])
+    tables = [tree.rows, tree.parents, tree.ancestors, tree.strict_ancestors, tree.nearest_ancestors(4)]
+    assert not any(x.is_inference() for x in [*pools, *tables, _bits(TREE.parents, 0, "cpu")])
