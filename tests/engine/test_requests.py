@@ -8,6 +8,7 @@ import pytest
 from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
 from toy_oracle import continuation
+from toy_steps import raising_at
 from treewy.cache import CachePool
 from treewy.draft import Draft, Drafter, NoDrafter, Root
 from treewy.engine import Engine, SamplingParams
@@ -270,17 +271,3 @@ def check_idle(engine: Engine) -> None:
     assert getattr(drafter, "known", {}) == {}
     pools = [x for x in vars(drafter).values() if isinstance(x, CachePool)]
     assert all(pool.num_free == pool.num_slots for pool in pools)
-
-
-def raising_at(call: int, function: Callable) -> Callable:
-    """Return `function`, except that its `call`-th call raises."""
-    calls = 0
-
-    def wrapper(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("planted")
-        return function(*args, **kwargs)
-
-    return wrapper
