@@ -8,6 +8,7 @@ import torch
 from toy_oracle import Transcript
 from treewy.cache import Batch, CachePool, Policy, get_policy
 from treewy.cache.layer import AttentionLayer, LinearLayer
+from treewy.engine import Engine
 from treewy.model import Target, Verified
 from treewy.ops import gdn
 from treewy.packed import pack
@@ -109,3 +110,15 @@ def raising_at(call: int, function: Callable) -> Callable:
 
 def _raw(x: torch.Tensor) -> bytes:
     return x.contiguous().numpy().tobytes()
+
+
+def committed_lengths(engine: Engine) -> list[int]:
+    """Return a list that will hold slot 0's length after each commit."""
+    lengths, commit = [], engine.cache.commit
+
+    def wrapper(pending, paths):
+        commit(pending, paths)
+        lengths.append(engine.cache.length(0))
+
+    engine.cache.commit = wrapper
+    return lengths

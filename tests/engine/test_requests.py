@@ -155,6 +155,20 @@ def test_stream_equals_generate() -> None:
     assert len(events) == 1 + wanted.num_verify_steps
 
 
+def test_a_stream_reads_its_prompts_once_and_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding is work, and what the caller does to its lists afterwards is none of the stream's business."""
+    tokenizer, read = ByteTokenizer(), []
+    script = [*b"ab", *b"cdefgh"]
+    engine = Engine(ScriptTarget(script), NoDrafter(), shape=TREE, tokenizer=tokenizer)
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: read.append(text) or encode(text))
+    prompts = ["ab"]
+    stream = engine.stream(prompts, SamplingParams(max_new_tokens=3))
+    prompts[0] = "zz"
+    assert [token for event in stream for token in event.token_ids] == list(b"cde")
+    assert read == ["ab"]
+
+
 def test_events_of_a_batch_carry_their_request() -> None:
     engine = make_engine()
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}

@@ -9,6 +9,7 @@ from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, PieceTokenizer, ScriptTarget
 from tolerances import TOY_LOGITS
 from toy_oracle import Transcript, continuation
+from toy_steps import committed_lengths
 from treewy.engine import Engine, Generation, SamplingParams, TokenKind
 from treewy.model import ToyConfig, ToyTarget
 from treewy.tree import DraftTree
@@ -26,18 +27,6 @@ def make_engine(
     target = ScriptTarget(script)
     drafter = ScriptedDrafter([script], right=right, vocab_size=256)
     return Engine(target, drafter, shape=shape, tokenizer=tokenizer, eos_ids=[EOS], **options)
-
-
-def committed_lengths(engine: Engine) -> list[int]:
-    """Return a list that will hold slot 0's length after each commit."""
-    lengths, commit = [], engine.cache.commit
-
-    def wrapper(pending, paths):
-        commit(pending, paths)
-        lengths.append(engine.cache.length(0))
-
-    engine.cache.commit = wrapper
-    return lengths
 
 
 def generate(text: str, stop: Sequence[str] = (), *, shape: DraftTree = CHAIN, max_new_tokens: int = 64) -> Generation:

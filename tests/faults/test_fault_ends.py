@@ -8,6 +8,7 @@ import torch
 
 from drafters import ScriptedDrafter
 from textkit import ByteTokenizer, ScriptTarget
+from toy_steps import committed_lengths
 from treewy.cache import Batch, CachePool
 from treewy.draft import Draft, NoDrafter, Root
 from treewy.engine import Engine, SamplingParams, TokenKind
@@ -19,25 +20,13 @@ SCRIPT = [1, 2, *TEXT]
 CHAIN = DraftTree.chain(4)
 
 
-def spied_lengths(engine: Engine) -> list[int]:
-    """Return a list that will hold slot 0's length after each commit."""
-    lengths, commit = [], engine.cache.commit
-
-    def wrapper(pending, paths):
-        commit(pending, paths)
-        lengths.append(engine.cache.length(0))
-
-    engine.cache.commit = wrapper
-    return lengths
-
-
 @pytest.mark.parametrize("stop", ["h", "nk", "nk h", "ard", ", t", "answe"])
 @pytest.mark.parametrize("shape", [CHAIN, DraftTree.from_widths([2, 1, 1, 1, 1, 1, 1])])
 def test_everything_ends_with_the_stop_string(stop: str, shape: DraftTree) -> None:
     """Faults I04 and I07: tokens, kinds, log-probabilities, gaps, counts and memory, none of them past the others."""
     drafter = ScriptedDrafter([SCRIPT], right=1.0, vocab_size=256)
     engine = Engine(ScriptTarget(SCRIPT), drafter, shape=shape, tokenizer=ByteTokenizer())
-    lengths = spied_lengths(engine)
+    lengths = committed_lengths(engine)
     params = SamplingParams(stop=[stop], logprobs=2, record_gaps=True)
     result = engine.generate([SCRIPT[:2]], params)[0]
     end = TEXT.index(stop.encode()) + len(stop)
@@ -64,7 +53,7 @@ def test_the_turn_after_a_stop_in_mid_block() -> None:
     for place in range(4, 12):
         stopping = replace(params, stop=[whole.text[place - 3 : place + 1]])
         engine = fresh(Zeros())
-        lengths = spied_lengths(engine)
+        lengths = committed_lengths(engine)
         first = engine.generate([[0]], stopping)[0]
         assert first.token_ids == whole.token_ids[: len(first.token_ids)]
         assert lengths[-1] == len(first.token_ids)

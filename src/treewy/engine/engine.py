@@ -7,7 +7,7 @@ import torch
 from treewy.cache import CachePool, get_policy
 from treewy.draft import Drafter, Shape
 from treewy.engine.intake import Intake, Prompt
-from treewy.engine.request import Generation, SamplingParams
+from treewy.engine.request import Generation, Request, SamplingParams
 from treewy.engine.session import Session
 from treewy.engine.step import Machine
 from treewy.engine.stream import StreamEvent, Tokenizer
@@ -90,18 +90,15 @@ class Engine:
         The iterator's value, when it ends, is the list that `generate` returns. Closing it early ends its requests.
         """
         # Checked here, not at the first next(): a bad prompt should fail where it was passed.
-        self._intake.requests(prompts, params)
-        return self._stream(prompts, params)
+        return self._stream(self._intake.requests(prompts, params))
 
     def open(self) -> Session:
         """Return a session: requests that come and go one by one."""
         return Session(self._machine, self._intake, self._prefill_chunk)
 
-    def _stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[StreamEvent]:
+    def _stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         with self.open() as session:
-            numbers = session.add_all(prompts, params)
+            numbers = session.queue(requests)
             while not session.is_idle:
                 yield from session.step()
             return [session.result(number) for number in numbers]

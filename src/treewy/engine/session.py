@@ -48,14 +48,17 @@ class Session:
             RequestError: the prompt is empty, too long or not of this model; nothing is queued then.
         """
         request = self._intake.request(self._num_added, prompt, params)
-        self._start(request)
+        self.queue([request])
         return request.id
 
     def add_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[int]:
         """Queue one request per prompt, all or, on an error, none; return their numbers."""
-        requests = self._intake.requests(prompts, params)
+        return self.queue(self._intake.requests(prompts, params))
+
+    def queue(self, requests: Sequence[Request]) -> list[int]:
+        """Queue requests that have been checked; return the numbers they get."""
         for request in requests:
             request.id = self._num_added
             self._start(request)
