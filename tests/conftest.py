@@ -9,6 +9,10 @@ from jaxtyping import install_import_hook
 
 from ops import typecheck
 
+# Before the first import of triton: where there is no GPU, kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 pytest.register_assert_rewrite("ops.problems", "ops.checks")
 
 # Before the first import of treewy: from here on every annotation in it is a check, shapes and types.

@@ -47,6 +47,8 @@ def test_public_names_of_the_delta_rule() -> None:
     """Pinned, as engines of other people call them."""
     assert treewy.ops.gdn.__all__ == [
         "History",
+        "Prior",
+        "Projections",
         "Record",
         "Snapshots",
         "Verified",

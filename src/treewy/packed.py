@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,59 @@ from treewy.shapes import Bool, Int, Tensor, lasting
 from treewy.tree import DraftTree, topology
 
 Shapes = tuple[tuple[int, ...], ...]
+
+# Ancestor bits come in words of this many.
+WORD = 32
+
+
+class TreeTables(NamedTuple):
+    """What kernels know of a batch of trees: device tensors only, so that one captured graph serves every tree.
+
+    Nothing about the trees is on the host but the bounds of the buffers: B sequences, N rows, `max_rows` rows per tree.
+    A sequence may have no rows. Rows past `cu_rows[-1]` are inert: parent -1, depth 0, sequence -1, no ancestors.
+
+    Attributes:
+        parents: Parent of each row, local to its tree, -1 for roots and inert rows.
+        cu_rows: Row boundaries of the sequences.
+        seq_of_row: Sequence of each row, -1 for inert rows.
+        depth: Depth of each row.
+        ancestors: Bit i of word w: local row `WORD` w + i is the row or one of its ancestors.
+        max_rows: Rows of the largest tree that fits (T): a bound, not the trees' own size.
+    """
+
+    parents: Int[Tensor, "N"]
+    cu_rows: Int[Tensor, "B1"]
+    seq_of_row: Int[Tensor, "N"]
+    depth: Int[Tensor, "N"]
+    ancestors: Int[Tensor, "N words"]
+    max_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the packed axis (N)."""
+        return self.parents.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences (B)."""
+        return self.cu_rows.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables live."""
+        return self.parents.device
+
+
+class PathTables(NamedTuple):
+    """The accepted path of each sequence, on the device; an empty path leaves its sequence as it was.
+
+    Attributes:
+        rows: Packed row of each accepted node, in path order, left aligned; never read past the length.
+        lengths: Accepted rows of each sequence.
+    """
+
+    rows: Int[Tensor, "B P"]
+    lengths: Int[Tensor, "B"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +165,13 @@ class PackedTree:
         return self._tensor(dense)
 
     @cached_property
+    def tables(self) -> TreeTables:
+        """The same trees as kernels take them, int32; `max_rows` is the size of the largest."""
+        tables = (self.parents, self.cu_rows, self.seq_of_row, self.depth)
+        parents, cu_rows, seq_of_row, depth = (x.to(torch.int32) for x in tables)
+        return TreeTables(parents, cu_rows, seq_of_row, depth, self._ancestor_words(), self.max_size)
+
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all trees have one size and nothing is padding: dense and packed are then views of each other."""
         return self.num_rows == self.starts[-1] == self.num_seqs * self.max_size
@@ -136,6 +197,15 @@ class PackedTree:
         at themselves.
         """
         return _nearest_ancestors(self, width)
+
+    def _ancestor_words(self) -> Int[Tensor, "N words"]:
+        words = np.zeros((self.num_rows, -(-self.max_size // WORD)), dtype=np.uint32)
+        for start, parents in zip(self.starts, self.shapes, strict=False):
+            bits = topology(parents).ancestors
+            for place in range(len(parents)):
+                word, bit = divmod(place, WORD)
+                words[start : start + len(parents), word] |= bits[:, place].astype(np.uint32) << bit
+        return self._tensor(words.view(np.int32))
 
     def _packed(self, table: Callable[[tuple[int, ...]], Sequence[int] | np.ndarray], fill: int) -> np.ndarray:
         packed = np.full(self.num_rows, fill, dtype=np.int64)
@@ -209,6 +279,12 @@ class PackedPath:
         """All accepted packed rows end to end, sequence by sequence."""
         flat = [row + self.tree.starts[seq] for seq, path in enumerate(self.paths) for row in path]
         return torch.tensor(flat, dtype=torch.int64, device=self.tree.device)
+
+    @cached_property
+    def tables(self) -> PathTables:
+        """The same paths as kernels take them, int32."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.tree.device)
+        return PathTables(self.rows.to(torch.int32), lengths)
 
     def newest_inputs(self, width: int) -> Int[Tensor, "A W1"]:
         """Return, for each active sequence, where its new window's inputs lie, oldest first.

@@ -83,7 +83,7 @@ def commit(
 def _implementation(op: str, backend: str | None):
     from treewy.ops.attention import eager, reference
 
-    return select(op, Implementations(eager, reference), backend)
+    return select(op, Implementations(eager, reference, "treewy.ops.attention.kernels"), backend)
 
 
 def _check(

@@ -63,7 +63,7 @@ def commit(
 def _implementation(op: str, backend: str | None):
     from treewy.ops.conv import eager, reference
 
-    return select(op, Implementations(eager, reference), backend)
+    return select(op, Implementations(eager, reference, "treewy.ops.conv.kernels"), backend)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, slots: Tensor, tree: PackedTree) -> None:

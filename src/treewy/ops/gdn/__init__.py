@@ -2,10 +2,12 @@
 
 from treewy.ops.gdn.api import append, commit, commit_snapshots, fits, fold, verify, verify_snapshots
 from treewy.ops.gdn.gates import finish_gates, l2_normalise, scale_queries
-from treewy.ops.gdn.records import History, Record, Snapshots, Verified
+from treewy.ops.gdn.records import History, Prior, Projections, Record, Snapshots, Verified
 
 __all__ = [
     "History",
+    "Prior",
+    "Projections",
     "Record",
     "Snapshots",
     "Verified",

@@ -158,7 +158,7 @@ def fits(history: History, slots: Int[Tensor, "B"], path: PackedPath) -> Bool[Te
 def _implementation(op: str, backend: str | None):
     from treewy.ops.gdn import eager, reference
 
-    return select(op, Implementations(eager, reference), backend)
+    return select(op, Implementations(eager, reference, "treewy.ops.gdn.kernels"), backend)
 
 
 def _check(

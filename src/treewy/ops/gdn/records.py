@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+from treewy.packed import PathTables
 from treewy.shapes import Float, Int, Tensor
 
 
 class Record(NamedTuple):
     """What `verify` keeps of each row so that any path can be committed: pseudo-values, keys and log decays.
 
+    A row adds `u k^T` to the state. The serving entry keeps keys as they came and puts their norms into u.
     The log decay from the committed state to a row is `decay_high + decay_low`: one float32 loses the small gates that
     follow a strong one.
     """
@@ -48,3 +50,36 @@ class Verified(NamedTuple):
 
     o: Float[Tensor, "N HV V"]
     record: Record | Snapshots
+
+
+class Projections(NamedTuple):
+    """A layer's rows as the convolution and the gate projections leave them: no norms, no scale, no gates yet.
+
+    `finish_gates`, `l2_normalise` and `scale_queries` say what the serving entry makes of them.
+    """
+
+    q: Float[Tensor, "N H K"]
+    k: Float[Tensor, "N H K"]
+    v: Float[Tensor, "N HV V"]
+    a: Float[Tensor, "N HV"]
+    b: Float[Tensor, "N HV"]
+    a_log: Float[Tensor, "HV"]
+    dt_bias: Float[Tensor, "HV"]
+    beta_scale: float = 1.0
+
+
+class Prior(NamedTuple):
+    """Committed rows that the state lacks: each slot's history, then the path that the last step accepted.
+
+    Attributes:
+        history: None under policies without one.
+        record: Record of the step that the path was accepted in; None if nothing is pending.
+        path: The accepted rows, as rows of `record`.
+        fold: Per sequence: not 0 folds all prior rows into the state now; 0 reads them beside it, and appends the path's
+            rows to the history. Without a history every sequence with prior rows folds.
+    """
+
+    history: History | None
+    record: Record | None
+    path: PathTables | None
+    fold: Int[Tensor, "B"]
