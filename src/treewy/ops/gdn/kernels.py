@@ -113,8 +113,10 @@ def _step(
     history, pending, path = prior.history, prior.record, prior.path
     if path is not None and path.rows.shape[1] == 0:
         pending = path = None
-    if tree is None and history is None and path is None:
-        return
+    if history is None and path is None:
+        if tree is None:
+            return
+        fold = NEVER
     _check(state, slots, rows, out, history, pending, path)
     some_k = next(part.k for part in (rows, history, pending) if part is not None)
     num_heads = some_k.shape[-2]
@@ -173,7 +175,7 @@ def _sizes(
         )
     block_rows = max(16, triton.next_power_of_2(largest))
     wide = rows is not None and rows.q.dtype == torch.float32
-    most = 32 if block_rows == MAX_ROWS and wide else 64 if block_rows >= 64 or wide else 128
+    most = 32 if block_rows == MAX_ROWS and wide else 64
     block_keys = min(most, key_dim & -key_dim)
     block_values = min(64, triton.next_power_of_2(value_dim))
     precision = "ieee" if interpreted() else "bf16x6" if exact else "tf32"
@@ -183,7 +185,7 @@ def _sizes(
 
 
 def _num_warps(size: args.Sizes) -> int:
-    return 8 if size.BT.value == MAX_ROWS else 4
+    return 8 if size.BT.value >= 64 else 4
 
 
 def _check(

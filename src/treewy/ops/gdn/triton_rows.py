@@ -9,6 +9,7 @@ LEAST_DECAY = tl.constexpr(-1024.0)
 # Log decays are summed as two parts, multiples of 2^-7 and of 2^-25. Each sum over up to 128 rows fits the 24 bits of a
 # float32, so that it is exact and the same in any order. Adding and subtracting 1.5 * 2^23 units rounds to a unit.
 COARSE = tl.constexpr(1.5 * 2**16)
+PREC = tl.constexpr("ieee")
 FINE = tl.constexpr(1.5 * 2**-2)
 
 
@@ -20,10 +21,10 @@ def log1p(x):
 
 
 @triton.jit
-def gates(x, rows, m_row, i_hv, size):
+def gates(x, first, m_row, i_hv, size):
     """Return (g, beta) of rows; of raw projections by eq. 2 of docs/theory.md."""
-    b_g = tl.load(x.a + rows * x.a_row + i_hv * x.a_head, mask=m_row, other=0.0).to(tl.float32)
-    b_beta = tl.load(x.b + rows * x.b_row + i_hv * x.b_head, mask=m_row, other=0.0).to(tl.float32)
+    b_g = tl.load(x.a + first * x.a_row + i_hv * x.a_head + tl.arange(0, size.BT) * x.a_row, mask=m_row, other=0.0).to(tl.float32)
+    b_beta = tl.load(x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0).to(tl.float32)
     if x.a_log is not None:
         b_g += tl.load(x.dt_bias + i_hv).to(tl.float32)
         softplus = tl.where(b_g > 0, b_g, 0.0) + log1p(tl.exp(-tl.abs(b_g)))
@@ -33,12 +34,13 @@ def gates(x, rows, m_row, i_hv, size):
 
 
 @triton.jit
-def ancestor_mask(p_ancestors, words, rows, m_row, BT: tl.constexpr):
+def ancestor_mask(tree, first, m_row, BT: tl.constexpr):
     """Return [t, i]: i is t or an ancestor of t."""
     o_i = tl.arange(0, BT)
+    p_words = tree.ancestors + first * tree.words + o_i * tree.words
     bits = tl.zeros([BT, BT], dtype=tl.int32)
     for word in tl.static_range((BT + 31) // 32):
-        b_word = tl.load(p_ancestors + rows * words + word, mask=m_row & (word < words), other=0)
+        b_word = tl.load(p_words + word, mask=m_row & (word < tree.words), other=0)
         of_word = (b_word[:, None] >> (o_i % 32)[None, :]) & 1
         bits = tl.where((o_i // 32 == word)[None, :], of_word, bits)
     return bits != 0
@@ -99,9 +101,36 @@ def inverse_blocks(couplings, m_strict, NUM: tl.constexpr):
     while done < num_levels:
         done += 1
         # Rows below the current level stay zero, so that nothing unfinished is ever multiplied.
-        following = eye - tl.dot(blocks, inverse, input_precision="ieee")
+        following = eye - tl.dot(blocks, inverse, input_precision=PREC)
         inverse = tl.where(level[:, :, None] <= done, following, 0.0)
     return inverse
+
+
+@triton.jit
+def quarters(blocks, SIZE: tl.constexpr, NUM: tl.constexpr):
+    """Return the quarters [NUM, SIZE, SIZE] of lower triangular blocks: upper left, lower left, lower right."""
+    five = tl.permute(tl.reshape(blocks, [NUM, 2, SIZE, 2, SIZE]), (0, 2, 4, 1, 3))
+    left, right = tl.split(five)
+    upper, below = tl.split(left)
+    return upper, below, tl.split(right)[1]
+
+
+@triton.jit
+def lower_product(wide, lower, size):
+    """Return wide @ lower^T for wide [BV, BT] and lower triangular [BT, BT], in halves where shared memory is short."""
+    if size.BT < 128:
+        c = tl.dot(wide, tl.trans(lower), input_precision=size.precision)
+    else:
+        parts = quarters(lower, size.BT // 2, 1)
+        left, right = tl.split(tl.permute(tl.reshape(wide, [size.BV, 2, size.BT // 2]), (0, 2, 1)))
+        upper = tl.trans(tl.reshape(parts[0], [size.BT // 2, size.BT // 2]))
+        below = tl.trans(tl.reshape(parts[1], [size.BT // 2, size.BT // 2]))
+        last = tl.trans(tl.reshape(parts[2], [size.BT // 2, size.BT // 2]))
+        first = tl.dot(left, upper, input_precision=size.precision)
+        second = tl.dot(left, below, input_precision=size.precision)
+        second += tl.dot(right, last, input_precision=size.precision)
+        c = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [size.BV, size.BT])
+    return c
 
 
 @triton.jit
@@ -112,7 +141,7 @@ def merged(inverse, couplings, SIZE: tl.constexpr, NUM: tl.constexpr):
     quarters = tl.reshape(diagonal_blocks(couplings, 2 * SIZE, NUM // 2), [NUM // 2, 2, SIZE, 2, SIZE])
     left, _ = tl.split(tl.permute(quarters, (0, 2, 4, 1, 3)))
     _, below = tl.split(left)
-    below = -tl.dot(lower, tl.dot(below, upper, input_precision="ieee"), input_precision="ieee")
+    below = -tl.dot(lower, tl.dot(below, upper, input_precision=PREC), input_precision="ieee")
     four = tl.join(tl.join(upper, below), tl.join(tl.zeros_like(lower), lower))
     return tl.reshape(tl.permute(four, (0, 3, 1, 4, 2)), [NUM // 2, 2 * SIZE, 2 * SIZE])
 

@@ -64,14 +64,24 @@ def fold_all(state, past, newest, at, count, o_v, size):
 
 
 @triton.jit
-def row_block(p, rows, stride, m_row, i_k, size):
-    """Return a block [BT, BK] of keys or queries."""
-    o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
-    return tl.load(p + rows[:, None] * stride + o_k, mask=m_row[:, None], other=0.0)
+def load_state(state, at, o_v, size):
+    """Return a program's part of the state, as a tuple of blocks [BV, BK]: all loads are on their way at once."""
+    blocks = ()
+    for i_k in tl.static_range(size.K // size.BK):
+        p_s, m_s = state_block(state, at, o_v, i_k, size)
+        blocks = blocks + (tl.load(p_s, mask=m_s, other=0.0),)
+    return blocks
 
 
 @triton.jit
-def read_prior(x, past, newest, at, count, o_v, rows, m_row, size):
+def row_block(p, stride, first, m_row, i_k, size):
+    """Return a block [BT, BK] of the keys or queries of a tree whose first row is `first`."""
+    o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
+    return tl.load(p + first * stride + (tl.arange(0, size.BT)[:, None] * stride + o_k), mask=m_row[:, None], other=0.0)
+
+
+@triton.jit
+def read_prior(x, past, newest, at, count, o_v, first, m_row, size):
     """Return what prior rows beside the state give for each key and query: sum_i exp(G_newest - G_i) (k_i . x) u_i.
 
     Source: eq. 14 of docs/theory.md.
@@ -79,18 +89,18 @@ def read_prior(x, past, newest, at, count, o_v, rows, m_row, size):
     p_k, p_q = x.k + at[2] * x.k_head, x.q + at[2] * x.q_head
     read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
     read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
-    first = 0
-    while first < count[0] + count[1]:
-        tile = prior.tile_of(first, past[2], at, count)
+    done = 0
+    while done < count[0] + count[1]:
+        tile = prior.tile_of(done, past[2], at, count)
         b_w = prior.weights(past, tile, newest, at, size)
         b_u = tl.trans(prior.pseudo_values(past, tile, at, o_v, size))
         of_keys = tl.zeros([prior.BH, size.BT], dtype=tl.float32)
         of_queries = tl.zeros([prior.BH, size.BT], dtype=tl.float32)
         for i_k in tl.static_range(size.K // size.BK):
             b_h = prior.keys(past, tile, at, i_k, size)
-            of_keys += product(b_h, tl.trans(row_block(p_k, rows, x.k_row, m_row, i_k, size)), size)
-            of_queries += product(b_h, tl.trans(row_block(p_q, rows, x.q_row, m_row, i_k, size)), size)
+            of_keys += product(b_h, tl.trans(row_block(p_k, x.k_row, first, m_row, i_k, size)), size)
+            of_queries += product(b_h, tl.trans(row_block(p_q, x.q_row, first, m_row, i_k, size)), size)
         read_keys += tl.dot(b_u, of_keys * b_w[:, None], input_precision=size.precision)
         read_queries += tl.dot(b_u, of_queries * b_w[:, None], input_precision=size.precision)
-        first += prior.BH
+        done += prior.BH
     return read_keys, read_queries

@@ -92,14 +92,14 @@ def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
 
 
 @triton.jit
-def grams(x, i_h, rows, m_row, size):
+def grams(x, i_h, first, m_row, size):
     """Return k . k and q . k of all rows, and what makes keys and queries unit length, times the queries' scale."""
     keys_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     queries_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     key_squares, query_squares = tl.zeros([size.BT], dtype=tl.float32), tl.zeros([size.BT], dtype=tl.float32)
     for i_k in tl.static_range(size.K // size.BK):
-        b_q = reading.row_block(x.q + i_h * x.q_head, rows, x.q_row, m_row, i_k, size)
-        b_k = reading.row_block(x.k + i_h * x.k_head, rows, x.k_row, m_row, i_k, size)
+        b_q = reading.row_block(x.q + i_h * x.q_head, x.q_row, first, m_row, i_k, size)
+        b_k = reading.row_block(x.k + i_h * x.k_head, x.k_row, first, m_row, i_k, size)
         keys_keys += reading.product(b_k, tl.trans(b_k), size)
         queries_keys += reading.product(b_q, tl.trans(b_k), size)
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
@@ -118,8 +118,7 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
     # Before anything else, so that the state is on its way while the rows are solved among themselves.
-    p_s, m_s = reading.state_block(state, at, o_v, 0, size)
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    blocks = reading.load_state(state, at, o_v, size)
     count = counts(past, at)
     folds = whether_folds(fold, count, i_b, size)
     newest = prior.newest_decays(past, at, count, size)
@@ -127,10 +126,10 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
 
     o_t = tl.arange(0, size.BT)
     m_t = o_t < end - first
-    rows = (first + o_t).to(tl.int64)
-    keys_keys, queries_keys, key_norms, query_norms = grams(x, at[2], rows, m_t, size)
-    b_g, b_beta = solving.gates(x, rows, m_t, i_hv, size)
-    m_ancestors = solving.ancestor_mask(tree.ancestors, tree.words, rows, m_t, size.BT)
+    first = first.to(tl.int64)
+    keys_keys, queries_keys, key_norms, query_norms = grams(x, at[2], first, m_t, size)
+    b_g, b_beta = solving.gates(x, first, m_t, i_hv, size)
+    m_ancestors = solving.ancestor_mask(tree, first, m_t, size.BT)
     m_strict = m_ancestors & (o_t[:, None] != o_t[None, :])
     coarse, fine = solving.path_sums(b_g, m_ancestors)
     ratios = solving.decay_ratios(coarse, fine, m_ancestors) * key_norms[None, :]
@@ -142,27 +141,26 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
     read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
     for i_k in tl.static_range(size.K // size.BK):
-        if i_k > 0:
-            p_s, m_s = reading.state_block(state, at, o_v, i_k, size)
-            b_s = tl.load(p_s, mask=m_s, other=0.0)
+        b_s = blocks[i_k]
         if size.fold != NEVER:
             if folds:
                 b_s = reading.folded(b_s, past, newest, at, count, o_v, i_k, size)
+                p_s, m_s = reading.state_block(state, at, o_v, i_k, size)
                 tl.store(p_s, b_s, mask=m_s)
-        b_k = reading.row_block(x.k + at[2] * x.k_head, rows, x.k_row, m_t, i_k, size)
-        b_q = reading.row_block(x.q + at[2] * x.q_head, rows, x.q_row, m_t, i_k, size)
+        b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_t, i_k, size)
+        b_q = reading.row_block(x.q + at[2] * x.q_head, x.q_row, first, m_t, i_k, size)
         read_keys += reading.product(b_s, tl.trans(b_k), size)
         read_queries += reading.product(b_s, tl.trans(b_q), size)
     if size.fold != ALWAYS and past[0] is not None:
         if (folds == 0) & (count[0] + count[1] > 0):
             carried = tl.exp((newest[0] + newest[2]) + (newest[1] + newest[3]))
-            prior_keys, prior_queries = reading.read_prior(x, past, newest, at, count, o_v, rows, m_t, size)
+            prior_keys, prior_queries = reading.read_prior(x, past, newest, at, count, o_v, first, m_t, size)
             read_keys = carried * read_keys + prior_keys
             read_queries = carried * read_queries + prior_queries
 
     carried = tl.exp(coarse + fine)
     m_o = (o_v < size.V)[:, None] & m_t[None, :]
-    b_v = tl.load(x.v + i_hv * x.v_head + rows[None, :] * x.v_row + o_v[:, None], mask=m_o, other=0.0).to(tl.float32)
+    b_v = tl.load(x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0).to(tl.float32)
     residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
     # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
     bad = tl.max(tl.where(tl.abs(residual) < float("inf"), 0, 1), axis=0)
@@ -170,31 +168,32 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     couplings = tl.where(tainted[:, None], 0.0, couplings)
     residual = tl.where(tainted[None, :], 0.0, residual)
     # The identity is added after the product, so that what a row has of itself is exact whatever the precision.
-    others = tl.trans(solving.inverse_less_one(couplings, m_strict, size.BT))
-    b_u = residual + tl.dot(residual, others, input_precision=size.precision)
+    others = solving.inverse_less_one(couplings, m_strict, size.BT)
+    b_u = residual + solving.lower_product(residual, others, size)
     b_o = (carried * query_norms)[None, :] * read_queries
-    b_o += tl.dot(b_u, tl.trans(scores), input_precision=size.precision)
+    b_o += solving.lower_product(b_u, scores, size)
     nan = float("nan")
-    p_o = out.p + i_hv * size.V + rows[None, :] * out.row + o_v[:, None]
+    p_o = out.p + first * out.row + (o_t[None, :] * out.row + o_v[:, None] + i_hv * size.V)
     tl.store(p_o, tl.where(tainted[None, :], nan, b_o).to(out.p.dtype.element_ty), mask=m_o)
-    p_u = record.u + i_hv * size.V + rows[None, :] * record.u_row + o_v[:, None]
+    p_u = record.u + first * record.u_row + (o_t[None, :] * record.u_row + o_v[:, None] + i_hv * size.V)
     b_u = tl.where(tainted[None, :], nan, b_u * key_norms[None, :])
     tl.store(p_u, b_u.to(record.u.dtype.element_ty), mask=m_o)
-    record_row(x, record, at, i_v, coarse, fine, rows, m_t, size)
+    record_row(x, record, at, i_v, coarse, fine, first, m_t, size)
 
 
 @triton.jit
-def record_row(x, record, at, i_v, coarse, fine, rows, m_row, size):
+def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
     """Write the decays of a value head's rows, and the keys of a key head's; one program each."""
     if i_v == 0:
         high, low = solving.two_sum(coarse, fine)
-        tl.store(record.high + rows * record.high_row + at[3], high, mask=m_row)
-        tl.store(record.low + rows * record.low_row + at[3], low, mask=m_row)
+        o_t = tl.arange(0, size.BT)
+        tl.store(record.high + first * record.high_row + at[3] + o_t * record.high_row, high, mask=m_row)
+        tl.store(record.low + first * record.low_row + at[3] + o_t * record.low_row, low, mask=m_row)
         if at[3] % (size.HV // size.H) == 0:
             for i_k in tl.static_range(size.K // size.BK):
-                b_k = reading.row_block(x.k + at[2] * x.k_head, rows, x.k_row, m_row, i_k, size)
+                b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
                 o_k = (tl.arange(0, size.BK) + i_k * size.BK + at[2] * size.K)[None, :]
-                p_k = record.k + rows[:, None] * record.k_row + o_k
+                p_k = record.k + first * record.k_row + (o_t[:, None] * record.k_row + o_k)
                 tl.store(p_k, b_k.to(record.k.dtype.element_ty), mask=m_row[:, None])
 
 
