@@ -142,6 +142,7 @@ def _step(
         state.shape[0],
         size,
         num_warps=_num_warps(size),
+        num_stages=1,
     )
 
 

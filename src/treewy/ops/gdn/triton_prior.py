@@ -127,7 +127,7 @@ def append(past, newest, at, count, o_v, leads, size):
         high, low = two_sum(high, lost + (newest[1] + low))
         tl.store(history.high + i_slot * history.high_slot + o_decay, high, mask=m_decay)
         tl.store(history.low + i_slot * history.low_slot + o_decay, low, mask=m_decay)
-        for i_k in tl.static_range(size.K // size.BK):
+        for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
             o_k = (tl.arange(0, size.BK) + i_k * size.BK + i_h * size.K)[None, :]
             b_k = tl.load(record.k + rows[:, None] * record.k_row + o_k, mask=m_key, other=0.0)
             p_k = history.k + i_slot * history.k_slot + o_j[:, None] * (size.H * size.K) + o_k

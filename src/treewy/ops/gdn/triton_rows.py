@@ -23,8 +23,12 @@ def log1p(x):
 @triton.jit
 def gates(x, first, m_row, i_hv, size):
     """Return (g, beta) of rows; of raw projections by eq. 2 of docs/theory.md."""
-    b_g = tl.load(x.a + first * x.a_row + i_hv * x.a_head + tl.arange(0, size.BT) * x.a_row, mask=m_row, other=0.0).to(tl.float32)
-    b_beta = tl.load(x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0).to(tl.float32)
+    b_g = tl.load(x.a + first * x.a_row + i_hv * x.a_head + tl.arange(0, size.BT) * x.a_row, mask=m_row, other=0.0).to(
+        tl.float32
+    )
+    b_beta = tl.load(
+        x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0
+    ).to(tl.float32)
     if x.a_log is not None:
         b_g += tl.load(x.dt_bias + i_hv).to(tl.float32)
         softplus = tl.where(b_g > 0, b_g, 0.0) + log1p(tl.exp(-tl.abs(b_g)))

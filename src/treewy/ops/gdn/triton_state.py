@@ -57,7 +57,7 @@ def folded(b_s, past, newest, at, count, o_v, i_k, size):
 @triton.jit
 def fold_all(state, past, newest, at, count, o_v, size):
     """Fold all prior rows into a program's part of the state."""
-    for i_k in tl.static_range(size.K // size.BK):
+    for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
         p_s, m_s = state_block(state, at, o_v, i_k, size)
         b_s = tl.load(p_s, mask=m_s, other=0.0)
         tl.store(p_s, folded(b_s, past, newest, at, count, o_v, i_k, size), mask=m_s)
@@ -65,12 +65,17 @@ def fold_all(state, past, newest, at, count, o_v, size):
 
 @triton.jit
 def load_state(state, at, o_v, size):
-    """Return a program's part of the state, as a tuple of blocks [BV, BK]: all loads are on their way at once."""
-    blocks = ()
-    for i_k in tl.static_range(size.K // size.BK):
-        p_s, m_s = state_block(state, at, o_v, i_k, size)
-        blocks = blocks + (tl.load(p_s, mask=m_s, other=0.0),)
-    return blocks
+    """Return a program's part of the state as two blocks [BV, BK], both on their way at once.
+
+    The second is the first where K is one block. Larger states are loaded when they are read: see `read_state`.
+    """
+    p_s, m_s = state_block(state, at, o_v, 0, size)
+    first = tl.load(p_s, mask=m_s, other=0.0)
+    second = first
+    if size.K > size.BK:
+        p_s, m_s = state_block(state, at, o_v, 1, size)
+        second = tl.load(p_s, mask=m_s, other=0.0)
+    return first, second
 
 
 @triton.jit
@@ -78,6 +83,52 @@ def row_block(p, stride, first, m_row, i_k, size):
     """Return a block [BT, BK] of the keys or queries of a tree whose first row is `first`."""
     o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
     return tl.load(p + first * stride + (tl.arange(0, size.BT)[:, None] * stride + o_k), mask=m_row[:, None], other=0.0)
+
+
+@triton.jit
+def folded_block(b_s, state, past, newest, at, count, folds, o_v, i_k, size):
+    """Return a block of the state with prior rows in it if they go there, and write it then."""
+    if size.fold != NEVER:
+        if folds:
+            b_s = folded(b_s, past, newest, at, count, o_v, i_k, size)
+            p_s, m_s = state_block(state, at, o_v, i_k, size)
+            tl.store(p_s, b_s, mask=m_s)
+    return b_s
+
+
+@triton.jit
+def read_block(b_s, x, at, first, m_row, i_k, size):
+    """Return what a block of the state gives for each key and query."""
+    b_k = row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
+    b_q = row_block(x.q + at[2] * x.q_head, x.q_row, first, m_row, i_k, size)
+    return product(b_s, tl.trans(b_k), size), product(b_s, tl.trans(b_q), size)
+
+
+@triton.jit
+def read_state(blocks, x, state, past, newest, at, count, folds, o_v, first, m_row, size):
+    """Return what the state gives for each key and query, [BV, BT], after prior rows went into it if they do."""
+    if size.K <= 2 * size.BK:
+        b_s = folded_block(blocks[0], state, past, newest, at, count, folds, o_v, 0, size)
+        read_keys, read_queries = read_block(b_s, x, at, first, m_row, 0, size)
+        if size.K > size.BK:
+            b_s = folded_block(blocks[1], state, past, newest, at, count, folds, o_v, 1, size)
+            keys, queries = read_block(b_s, x, at, first, m_row, 1, size)
+            read_keys += keys
+            read_queries += queries
+    else:
+        if size.fold != NEVER:
+            if folds:
+                fold_all(state, past, newest, at, count, o_v, size)
+            # What other threads of this program have written is read below.
+            tl.debug_barrier()
+        read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
+        read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
+        for i_k in tl.range(0, size.K // size.BK):
+            p_s, m_s = state_block(state, at, o_v, i_k, size)
+            keys, queries = read_block(tl.load(p_s, mask=m_s, other=0.0), x, at, first, m_row, i_k, size)
+            read_keys += keys
+            read_queries += queries
+    return read_keys, read_queries
 
 
 @triton.jit
@@ -96,7 +147,7 @@ def read_prior(x, past, newest, at, count, o_v, first, m_row, size):
         b_u = tl.trans(prior.pseudo_values(past, tile, at, o_v, size))
         of_keys = tl.zeros([prior.BH, size.BT], dtype=tl.float32)
         of_queries = tl.zeros([prior.BH, size.BT], dtype=tl.float32)
-        for i_k in tl.static_range(size.K // size.BK):
+        for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
             b_h = prior.keys(past, tile, at, i_k, size)
             of_keys += product(b_h, tl.trans(row_block(p_k, x.k_row, first, m_row, i_k, size)), size)
             of_queries += product(b_h, tl.trans(row_block(p_q, x.q_row, first, m_row, i_k, size)), size)

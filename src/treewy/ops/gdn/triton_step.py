@@ -97,7 +97,7 @@ def grams(x, i_h, first, m_row, size):
     keys_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     queries_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     key_squares, query_squares = tl.zeros([size.BT], dtype=tl.float32), tl.zeros([size.BT], dtype=tl.float32)
-    for i_k in tl.static_range(size.K // size.BK):
+    for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
         b_q = reading.row_block(x.q + i_h * x.q_head, x.q_row, first, m_row, i_k, size)
         b_k = reading.row_block(x.k + i_h * x.k_head, x.k_row, first, m_row, i_k, size)
         keys_keys += reading.product(b_k, tl.trans(b_k), size)
@@ -118,7 +118,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
     # Before anything else, so that the state is on its way while the rows are solved among themselves.
-    blocks = reading.load_state(state, at, o_v, size)
+    blocks = None
+    if size.K <= 2 * size.BK:
+        blocks = reading.load_state(state, at, o_v, size)
     count = counts(past, at)
     folds = whether_folds(fold, count, i_b, size)
     newest = prior.newest_decays(past, at, count, size)
@@ -138,19 +140,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     scores = tl.where(m_ancestors, query_norms[:, None] * ratios * queries_keys, 0.0)
 
     # Channels first, so that the state is the left operand: its tiles are the large ones.
-    read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
-    read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
-    for i_k in tl.static_range(size.K // size.BK):
-        b_s = blocks[i_k]
-        if size.fold != NEVER:
-            if folds:
-                b_s = reading.folded(b_s, past, newest, at, count, o_v, i_k, size)
-                p_s, m_s = reading.state_block(state, at, o_v, i_k, size)
-                tl.store(p_s, b_s, mask=m_s)
-        b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_t, i_k, size)
-        b_q = reading.row_block(x.q + at[2] * x.q_head, x.q_row, first, m_t, i_k, size)
-        read_keys += reading.product(b_s, tl.trans(b_k), size)
-        read_queries += reading.product(b_s, tl.trans(b_q), size)
+    read_keys, read_queries = reading.read_state(
+        blocks, x, state, past, newest, at, count, folds, o_v, first, m_t, size
+    )
     if size.fold != ALWAYS and past[0] is not None:
         if (folds == 0) & (count[0] + count[1] > 0):
             carried = tl.exp((newest[0] + newest[2]) + (newest[1] + newest[3]))
@@ -160,7 +152,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
 
     carried = tl.exp(coarse + fine)
     m_o = (o_v < size.V)[:, None] & m_t[None, :]
-    b_v = tl.load(x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0).to(tl.float32)
+    b_v = tl.load(
+        x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0
+    ).to(tl.float32)
     residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
     # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
     bad = tl.max(tl.where(tl.abs(residual) < float("inf"), 0, 1), axis=0)
@@ -190,7 +184,7 @@ def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
         tl.store(record.high + first * record.high_row + at[3] + o_t * record.high_row, high, mask=m_row)
         tl.store(record.low + first * record.low_row + at[3] + o_t * record.low_row, low, mask=m_row)
         if at[3] % (size.HV // size.H) == 0:
-            for i_k in tl.static_range(size.K // size.BK):
+            for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
                 b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
                 o_k = (tl.arange(0, size.BK) + i_k * size.BK + at[2] * size.K)[None, :]
                 p_k = record.k + first * record.k_row + (o_t[:, None] * record.k_row + o_k)
