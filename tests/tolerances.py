@@ -79,3 +79,15 @@ LAW_ROUNDING = 1e-13
 
 # The same row's law in another batch: its sums may be taken in another order. Seen: bit for bit equal on one thread.
 LAW_NEIGHBOURS = 1e-14
+
+# Kernels of the gated delta rule in float32, or with 16-bit rows and a float32 state, against the float64 walk on the same
+# inputs, outputs before any cast. Ordinary keys; seen on the CPU: 3e-7.
+KERNEL_FLOAT32 = 2e-6
+
+# The same on nearly equal keys with gates of 1 and beta 2, 40 rows deep, where no float32 closed form is better; seen on
+# the CPU: 4e-6. A squared couplings matrix has no digit left there.
+KERNEL_HARD_FLOAT32 = 2e-5
+
+# Two implementations of one step in float32, each a closed form: what they write for the next step. Log decays are exact
+# sums in the kernels.
+KERNEL_TWIN = 2e-6

@@ -1,5 +1,7 @@
 """The kernel of the gated delta rule: prior rows folded, read or appended, then one tree solved, per value head."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -11,7 +13,9 @@ from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
 L2_EPS = tl.constexpr(1e-6)
 
 
+# The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_slots"])
+@no_type_check
 def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows, num_slots, size):
     """Do the step of one sequence, one value head and BV of its value channels; the last programs zero inert rows.
 
@@ -37,6 +41,7 @@ def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows,
 
 
 @triton.jit
+@no_type_check
 def zero_rows(out, first, end, i_hv, o_v, size):
     """Write zeros to the outputs of rows that no live sequence owns."""
     zeros = tl.zeros([16, size.BV], dtype=out.p.dtype.element_ty)
@@ -48,6 +53,7 @@ def zero_rows(out, first, end, i_hv, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def counts(past, at):
     """Return how many rows the history and the path have."""
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -59,6 +65,7 @@ def counts(past, at):
 
 
 @triton.jit
+@no_type_check
 def whether_folds(fold, count, i_b, size):
     """Return whether this sequence has prior rows that go into the state."""
     folds = count[0] + count[1] > 0
@@ -70,6 +77,7 @@ def whether_folds(fold, count, i_b, size):
 
 
 @triton.jit
+@no_type_check
 def append_path(past, newest, at, count, folds, i_v, o_v, size):
     """Append the path to the history of a sequence that does not fold, if there is room."""
     if past[0] is not None and past[2] is not None and size.fold != ALWAYS:
@@ -79,6 +87,7 @@ def append_path(past, newest, at, count, folds, i_v, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
@@ -92,6 +101,7 @@ def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def grams(x, i_h, first, m_row, size):
     """Return k . k and q . k of all rows, and what makes keys and queries unit length, times the queries' scale."""
     keys_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
@@ -114,6 +124,7 @@ def grams(x, i_h, first, m_row, size):
 
 
 @triton.jit
+@no_type_check
 def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size):
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
@@ -176,6 +187,7 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
 
 
 @triton.jit
+@no_type_check
 def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
     """Write the decays of a value head's rows, and the keys of a key head's; one program each."""
     if i_v == 0:
@@ -192,6 +204,7 @@ def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
 
 
 @triton.jit
+@no_type_check
 def gdn_lengths(lengths, slots, path_lengths, num_seqs, num_slots, BLOCK: tl.constexpr):
     """Move the lengths of histories: by the paths that were appended, or to 0 where `path_lengths` is None."""
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
