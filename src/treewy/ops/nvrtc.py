@@ -77,7 +77,7 @@ class Kernel:
 def _compile(source: str, macros: tuple[tuple[str, int], ...], architecture: str) -> tuple[bytes, str]:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"treewy.cu", 0, None, None)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v", *os.environ.get("TREEWY_NVRTC", "").split()]
     options += [f"-D{name}={value}" for name, value in macros]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = nvrtc.nvrtcCompileProgram(program, len(options), array)

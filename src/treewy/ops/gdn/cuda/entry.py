@@ -12,7 +12,7 @@ from treewy.shapes import Tensor
 
 POINTERS = (
     *("q", "k", "v", "a", "b", "a_log", "dt_bias", "state", "slots", "cu_rows", "ancestors"),
-    *("hist_u", "hist_k", "hist_high", "hist_low", "hist_len"),
+    *("hist_u", "hist_k", "hist_high", "hist_low", "hist_len", "held"),
     *("rec_u", "rec_k", "rec_high", "rec_low", "path_rows", "path_len", "fold"),
     *("o", "u_out", "k_out", "high_out", "low_out"),
 )
@@ -103,7 +103,8 @@ def check(x: Projections, state: Tensor, slots: Tensor, tree: TreeTables, prior:
                 f"The CUDA kernel reads rows 16 bytes at a time; {name} has strides {y.stride()} and starts at "
                 f"{y.data_ptr() % 16} past a multiple of 16. Make it contiguous."
             )
-    for name, y in (("slots", slots), ("history lengths", _lengths(prior))):
+    given = (None, None) if prior is None else (prior.fold, prior.held)
+    for name, y in (("slots", slots), ("history lengths", _lengths(prior)), ("fold", given[0]), ("held", given[1])):
         if y is not None and y.dtype != torch.int32:
             raise UnsupportedError(
                 f"The CUDA kernel takes int32 {name}; got {y.dtype}. Convert them once, outside the step."
@@ -149,6 +150,8 @@ def _set_prior(params: Params, prior: Prior | None) -> list[Tensor]:
         return []
     history, record, path = prior.history, prior.record, prior.path
     params.fold = prior.fold.data_ptr()
+    if prior.held is not None:
+        params.held = prior.held.data_ptr()
     if history is not None:
         params.capacity = history.num_rows
         params.hist_u, params.hist_k, params.hist_len = (y.data_ptr() for y in (history.u, history.k, history.lengths))

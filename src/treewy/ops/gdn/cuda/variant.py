@@ -74,7 +74,7 @@ def _shape(bt: int, *, wide: bool, exact: bool, num_heads: int) -> tuple[int, in
         return (4, 1, 1) if bt > 4 else (2, 1, 1)
     if bt == 4:
         return (4, 1, 4) if wide else (4, 2, 4)
-    if wide or exact:
+    if wide or exact or bt == 64:
         return 8, 1, 1
     return (4, 2, 3) if bt <= 16 else (4, 2, 2)
 
