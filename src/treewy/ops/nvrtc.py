@@ -52,14 +52,14 @@ class Kernel:
         _check(allowed, f"reserve {value.value} bytes of shared memory for {self.name}")
         return value.value
 
-    def launch(self, num_blocks: int, num_threads: int, params: ctypes.Structure) -> None:
-        """Launch on the current stream; no blocks run nothing."""
-        if num_blocks == 0:
+    def launch(self, grid: tuple[int, int], num_threads: int, params: ctypes.Structure) -> None:
+        """Launch on the current stream; an empty grid runs nothing."""
+        if 0 in grid:
             return
         LAUNCHES[self.name] += 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = (ctypes.c_uint(num_blocks), ctypes.c_uint(1), ctypes.c_uint(1), ctypes.c_uint(num_threads))
+        sizes = (ctypes.c_uint(grid[0]), ctypes.c_uint(grid[1]), ctypes.c_uint(1), ctypes.c_uint(num_threads))
         launched = _driver().cuLaunchKernel(
             self._function,
             *sizes,
@@ -77,7 +77,13 @@ class Kernel:
 def _compile(source: str, macros: tuple[tuple[str, int], ...], architecture: str) -> tuple[bytes, str]:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"treewy.cu", 0, None, None)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v", *os.environ.get("TREEWY_NVRTC", "").split()]
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "-default-device",
+        "--ptxas-options=-v",
+        *os.environ.get("TREEWY_NVRTC", "").split(),
+    ]
     options += [f"-D{name}={value}" for name, value in macros]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = nvrtc.nvrtcCompileProgram(program, len(options), array)

@@ -22,7 +22,17 @@ STRIDES = (
     *("ru_row", "ru_head", "rk_row", "rk_head", "rg_row", "rg_head"),
     *("o_row", "o_head", "uo_row", "uo_head", "ko_row", "ko_head", "go_row", "go_head"),
 )
-COUNTS = ("num_seqs", "num_heads", "group", "num_slots", "words", "path_stride", "capacity", "gates_f32")
+COUNTS = (
+    "num_seqs",
+    "num_heads",
+    "group",
+    "num_slots",
+    "words",
+    "path_stride",
+    "capacity",
+    "gates_f32",
+    "group_inverse",
+)
 
 
 class Params(ctypes.Structure):
@@ -60,13 +70,16 @@ def commit_verify(
         exact=exact,
         num_heads=tree.num_seqs * state.shape[1],
     )
-    params = Params(num_seqs=tree.num_seqs, num_heads=state.shape[1], group=state.shape[1] // x.k.shape[1])
+    group = state.shape[1] // x.k.shape[1]
+    # head // group as a product: exact for any number of heads there is.
+    inverse = 2**16 // group + 1
+    params = Params(num_seqs=tree.num_seqs, num_heads=state.shape[1], group=group, group_inverse=inverse)
     _set_operands(params, x, state, slots, tree)
     keep = _set_prior(params, prior)
     _set_out(params, x, out.o, record)
-    blocks = tree.num_seqs * state.shape[1] * chosen.value_blocks
+    grid = (state.shape[1] * chosen.value_blocks, tree.num_seqs)
     with torch.cuda.device(state.device):
-        kernel(chosen, state.device.index or 0).launch(blocks, chosen.num_threads, params)
+        kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
     del keep  # tensors the parameters point at, alive until the launch
     return out
 

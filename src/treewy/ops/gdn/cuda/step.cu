@@ -47,7 +47,7 @@ typedef u16 st;
 #else
 #define XPARTS 1
 #endif
-#define FPARTS (EXACT ? 3 : 2)  // of pseudo-values that are folded
+#define FPARTS (STATE_F32 ? 3 : 2)  // of pseudo-values that are folded
 
 struct Params {
     const u16 *q, *k, *v;
@@ -71,7 +71,7 @@ struct Params {
     i64 hu_slot, hu_row, hu_head, hk_slot, hk_row, hk_head, hg_slot, hg_row, hg_head;
     i64 ru_row, ru_head, rk_row, rk_head, rg_row, rg_head;
     i64 o_row, o_head, uo_row, uo_head, ko_row, ko_head, go_row, go_head;
-    int num_seqs, num_heads, group, num_slots, words, path_stride, capacity, gates_f32;
+    int num_seqs, num_heads, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse;
     float beta_scale;
 };
 
@@ -93,9 +93,6 @@ __device__ __forceinline__ u16 narrow(float x) {
 __device__ __forceinline__ void put(float *p, float x) { *p = x; }
 __device__ __forceinline__ void put(u16 *p, float x) { *p = narrow(x); }
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= MAX_FLOAT; }
-__device__ __forceinline__ float read_gate(const void *p, i64 at, int f32) {
-    return f32 ? ((const float *)p)[at] : widen(((const u16 *)p)[at]);
-}
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -103,51 +100,42 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ u32 smem_at(const void *p) {
     return (u32)__cvta_generic_to_shared(p);
 }
-// ---- asynchronous copies of whole rows; `bar` counts their bytes ----
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void bar_init(u64 *bar) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(smem_at(bar)) : "memory"); }
-__device__ __forceinline__ void bar_expect(u64 *bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_at(bar)), "r"(bytes) : "memory");
+// ---- asynchronous copies, 16 bytes per thread ----
+__device__ __forceinline__ void copy16(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
-__device__ __forceinline__ void bar_wait(u64 *bar) {
-    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n@p bra done;\nbra again;\ndone:\n}" ::"r"(smem_at(bar)) : "memory");
+__device__ __forceinline__ void copies_sent() { asm volatile("cp.async.commit_group;"); }
+template <int LEFT> __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+// Loads that must be on their way before the copies, which would delay them.
+__device__ __forceinline__ float early(const float *p) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    return x;
 }
-__device__ __forceinline__ void copy_row(void *to, const void *from, u32 bytes, u64 *bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_at(to)), "l"(from), "r"(bytes), "r"(smem_at(bar)) : "memory");
+__device__ __forceinline__ u32 early(const u32 *p) {
+    u32 x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
 }
-__device__ __forceinline__ void store_row(void *to, const void *from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_at(from)), "r"(bytes) : "memory");
+__device__ __forceinline__ u16 early(const u16 *p) {
+    u16 x;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
+    return x;
 }
-__device__ __forceinline__ void stores_read() {
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+__device__ __forceinline__ float read_gate(const void *p, i64 at, int f32) {
+    return f32 ? early((const float *)p + at) : widen(early((const u16 *)p + at));
 }
-// Between ordinary accesses of shared memory and copies that touch the same bytes.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-#else
-__device__ __forceinline__ void bar_init(u64 *) {}
-__device__ __forceinline__ void bar_expect(u64 *, u32) {}
-__device__ __forceinline__ void bar_wait(u64 *) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
+__device__ __forceinline__ u64 ancestors_of(const Params &p, int row) {
+    const u32 *w = (const u32 *)p.ancestors + (i64)row * p.words;
+    u64 bits = early(w);
+    if (BT > 32 && p.words > 1) bits |= (u64)early(w + 1) << 32;
+    return bits;
 }
-__device__ __forceinline__ void copy_row(void *to, const void *from, u32 bytes, u64 *) {
-    for (u32 i = 0; i < bytes; i += 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_at(to) + i), "l"((const char *)from + i));
-}
-__device__ __forceinline__ void store_row(void *to, const void *from, u32 bytes) {
-    for (u32 i = 0; i < bytes; i += 16) *(uint4 *)((char *)to + i) = *(const uint4 *)((const char *)from + i);
-}
-__device__ __forceinline__ void stores_read() {}
-__device__ __forceinline__ void fence_copies() {}
-#endif
 __device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
 }
 __device__ __forceinline__ void load4_turned(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
-}
-__device__ __forceinline__ u64 ancestors_of(const Params &p, int row) {
-    const u32 *w = (const u32 *)p.ancestors + (i64)row * p.words;
-    return p.words > 1 ? (u64)w[0] | ((u64)w[1] << 32) : (u64)w[0];
 }
 // Three bfloat16 parts hold 24 bits: x = parts[0] + parts[1] + parts[2]. Two neighbours at a time.
 template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u32 (&parts)[COUNT]) {
@@ -162,20 +150,19 @@ template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u
 // ---- what a block works on ----
 struct Work {
     int seq, head, vb, slot, start, rows, hist, path, prior, fold, key_head;
-    bool live;
+    bool live, first_of_group;
 };
 __device__ __forceinline__ Work work_of(const Params &p) {
     Work w;
-    u32 id = blockIdx.x;
-    w.vb = id % VB;
-    id /= VB;
-    w.head = id % (u32)p.num_heads;
-    w.seq = id / (u32)p.num_heads;
+    w.seq = blockIdx.y;
+    w.vb = blockIdx.x % VB;
+    w.head = blockIdx.x / VB;
     w.slot = p.slots[w.seq];
     w.start = p.cu_rows[w.seq];
     int end = p.cu_rows[w.seq + 1];
     int held = p.held ? p.held[w.seq] : 0, path = p.path_len ? p.path_len[w.seq] : 0, fold = p.fold ? p.fold[w.seq] : 0;
-    w.key_head = (u32)w.head / (u32)p.group;
+    w.key_head = ((u32)w.head * (u32)p.group_inverse) >> 16;
+    w.first_of_group = w.head == w.key_head * p.group;
     w.live = w.slot >= 0 && w.slot < p.num_slots;
     if (w.live && p.hist_len && !p.held) held = p.hist_len[w.slot];
     w.rows = min(end - w.start, BT);
@@ -195,42 +182,45 @@ struct __align__(16) Tile {
         float inverse[BT][LDA];     // (I + A)^-1, [row][ancestor]; prior keys are done with by then
     };
     ut prior_u[PMAX][LDU];
-    u64 small_in, state_in, values_in;
 };
-// Sent out at once by all threads, each a row: what is small first.
-__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8]) {
+// Two groups of copies: what is small, then the warp's own rows of the state.
+__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int warp, int lane) {
     const int tid = threadIdx.x, v0 = BV * w.vb;
-    if (tid == 0) {
-        bar_init(&m.small_in);
-        bar_init(&m.state_in);
-        bar_init(&m.values_in);
-        fence_copies();
-        bar_expect(&m.small_in, w.rows * 512 + (values ? w.rows * BV * 2 : 0) + w.prior * (256 + BV * (u32)sizeof(ut)));
-        bar_expect(&m.state_in, BV * DIM * (u32)sizeof(st));
+    const u16 *k = p.k + w.start * p.k_row + w.key_head * p.k_head, *q = p.q + w.start * p.q_row + w.key_head * p.q_head;
+    for (int i = tid; i < w.rows * 16; i += 32 * NW) {
+        int t = i >> 4, piece = 8 * (i & 15);
+        copy16(smem_at(&m.k[t][piece]), k + t * p.k_row + piece);
+        copy16(smem_at(&m.q[t][piece]), q + t * p.q_row + piece);
     }
-    __syncthreads();
-    for (int i = tid; i < w.prior; i += 32 * NW) {
-        const u16 *k;
+    if (values) {
+        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
+        for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
+    }
+    const int per_row = BV * sizeof(ut) / 16;
+    for (int i = tid >> 4; i < w.prior; i += 2 * NW) {
+        const u16 *from;
         const ut *u;
         if (i < w.hist) {
-            k = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
+            from = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
             u = (const ut *)p.hist_u + w.slot * p.hu_slot + i * p.hu_row + w.head * p.hu_head;
         } else {
             i64 row = p.path_rows[(i64)w.seq * p.path_stride + i - w.hist];
-            k = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;
+            from = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;
             u = (const ut *)p.rec_u + row * p.ru_row + w.head * p.ru_head;
         }
-        copy_row(m.prior_k[i], k, 256, &m.small_in);
-        copy_row(m.prior_u[i], u + v0, BV * sizeof(ut), &m.small_in);
+        copy16(smem_at(&m.prior_k[i][8 * (tid & 15)]), from + 8 * (tid & 15));
+#pragma unroll
+        for (int j = 0; j < (per_row + 15) / 16; ++j)
+            if (16 * j + (tid & 15) < per_row) copy16(smem_at((uint4 *)m.prior_u[i] + 16 * j + (tid & 15)), (const uint4 *)(u + v0) + 16 * j + (tid & 15));
     }
-    for (int t = tid; t < w.rows; t += 32 * NW) {
-        i64 row = w.start + t;
-        copy_row(m.k[t], p.k + row * p.k_row + w.key_head * p.k_head, 256, &m.small_in);
-        copy_row(m.q[t], p.q + row * p.q_row + w.key_head * p.q_head, 256, &m.small_in);
-        if (values) copy_row(values[t], p.v + row * p.v_row + w.head * p.v_head + v0, BV * 2, &m.small_in);
-    }
-    const st *state = (const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)v0 * DIM;
-    for (int r = tid; r < BV; r += 32 * NW) copy_row(m.s[r], state + r * DIM, DIM * sizeof(st), &m.state_in);
+    copies_sent();
+    const int pieces = DIM * sizeof(st) / 16, rows = 32 / pieces ? 32 / pieces : 1;  // of one row; rows at a time
+    const int first = 16 * MT * warp + (rows > 1 ? lane / pieces : 0), piece = lane % pieces;
+    const char *state = (const char *)((const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(v0 + first) * DIM) + 16 * piece;
+    u32 to = smem_at(&m.s[first]) + 16 * piece;
+#pragma unroll
+    for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
+    copies_sent();
     // Rows that pad products: zeros, so that nothing left behind is ever multiplied.
     const int padded = BT > 4 ? ((w.rows + 15) & ~15) : 4, chunk = (w.prior + 15) & ~15;
     for (int i = tid; i < (padded - w.rows) * (LDK / 8); i += 32 * NW) {
@@ -246,27 +236,42 @@ struct Weights {
     float weight[(PMAX + 31) / 32];  // lane i: exp(G_last - G_i) of row i, i + 32; 0 past the rows
     float carried;                   // exp(G_last)
 };
-__device__ __forceinline__ double hist_decay(const Params &p, const Work &w, int i) {
-    i64 at = w.slot * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
-    return (double)p.hist_high[at] + (double)p.hist_low[at];
+struct Decays {
+    float high[(PMAX + 31) / 32], low[(PMAX + 31) / 32], before_high, before_low;
+};
+// Every warp for itself.
+__device__ __forceinline__ Decays prior_decays(const Params &p, const Work &w, int lane) {
+    Decays r;
+    r.before_high = r.before_low = 0.f;
+    const i64 hist = w.slot * p.hg_slot + w.head * p.hg_head;
+    if (w.path && w.hist) {
+        r.before_high = early(p.hist_high + hist + (w.hist - 1) * p.hg_row);
+        r.before_low = early(p.hist_low + hist + (w.hist - 1) * p.hg_row);
+    }
+#pragma unroll
+    for (int j = 0; j < (PMAX + 31) / 32; ++j) {
+        int i = lane + 32 * j;
+        r.high[j] = r.low[j] = 0.f;
+        if (i >= w.prior) continue;
+        const bool old = i < w.hist;
+        i64 at = old ? hist + i * p.hg_row : p.path_rows[(i64)w.seq * p.path_stride + i - w.hist] * p.rg_row + w.head * p.rg_head;
+        r.high[j] = early((old ? p.hist_high : p.rec_high) + at);
+        r.low[j] = early((old ? p.hist_low : p.rec_low) + at);
+    }
+    return r;
 }
-// Every warp for itself; `writes` appends the decays of a path to a history that is kept.
-__device__ __forceinline__ Weights prior_weights(const Params &p, const Work &w, int lane, bool writes) {
+// `writes` appends the decays of a path to a history that is kept.
+__device__ __forceinline__ Weights prior_weights(const Params &p, const Work &w, const Decays &d, int lane, bool writes) {
     Weights r;
-    r.carried = 1.f;
     const int SETS = (PMAX + 31) / 32;
     double decay[SETS], last = 0.0;
+    const double before = (double)d.before_high + (double)d.before_low;
 #pragma unroll
     for (int j = 0; j < SETS; ++j) {
         int i = lane + 32 * j;
-        decay[j] = 0.0;
-        if (i >= w.prior) continue;
-        if (i < w.hist) {
-            decay[j] = hist_decay(p, w, i);
-            continue;
-        }
-        i64 at = p.path_rows[(i64)w.seq * p.path_stride + i - w.hist] * p.rg_row + w.head * p.rg_head;
-        decay[j] = (w.hist ? hist_decay(p, w, w.hist - 1) : 0.0) + (double)p.rec_high[at] + (double)p.rec_low[at];
+        decay[j] = (double)d.high[j] + (double)d.low[j];
+        if (i < w.hist || i >= w.prior) continue;
+        decay[j] += before;
         if (writes && !w.fold) {
             i64 to = w.slot * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
             float high = (float)decay[j];
@@ -301,7 +306,7 @@ __device__ __forceinline__ void append(const Params &p, const Work &w, const Til
         ut *to = (ut *)p.hist_u + w.slot * p.hu_slot + i * p.hu_row + w.head * p.hu_head + BV * w.vb;
         ((uint4 *)to)[piece] = ((const uint4 *)m.prior_u[i])[piece];
     }
-    if (w.vb || w.head % p.group) return;
+    if (w.vb || !w.first_of_group) return;
     for (int at = threadIdx.x; at < w.path * 16; at += 32 * NW) {
         int i = w.hist + (at >> 4);
         u16 *to = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
@@ -402,24 +407,34 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
 #endif
         }
     }
-    fence_copies();
     __syncwarp();
-    st *to = (st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(BV * w.vb + row) * DIM;
-    if (lane < 16) store_row(to + lane * DIM, m.s[row + lane], DIM * sizeof(st));
+    const int pieces = DIM * sizeof(st) / 16;
+    char *to = (char *)((st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(BV * w.vb + row) * DIM);
+#pragma unroll
+    for (int i = lane; i < 16 * pieces; i += 32) *(uint4 *)(to + 16 * i) = *(const uint4 *)((const char *)m.s[row + i / pieces] + 16 * (i % pieces));
 }
 
 struct Gate {
     float g, beta;
 };
-__device__ __forceinline__ Gate gate_of(const Params &p, const Work &w, int t) {
+struct GateInputs {
+    float a, b, a_log, dt_bias;
+};
+__device__ __forceinline__ GateInputs gate_inputs(const Params &p, const Work &w, int t) {
+    GateInputs x = {0.f, 0.f, 0.f, 0.f};
+    if (t >= w.rows) return x;
+    x.a = read_gate(p.a, (w.start + t) * p.a_row + w.head, p.gates_f32);
+    x.b = read_gate(p.b, (w.start + t) * p.b_row + w.head, p.gates_f32);
+    x.a_log = early(p.a_log + w.head);
+    x.dt_bias = early(p.dt_bias + w.head);
+    return x;
+}
+__device__ __forceinline__ Gate gate_of(const Params &p, const Work &w, const GateInputs &x, int t) {
     Gate r = {0.f, 0.f};
-    if (t < w.rows) {
-        float a = read_gate(p.a, (i64)(w.start + t) * p.a_row + w.head, p.gates_f32) + p.dt_bias[w.head];
-        float b = read_gate(p.b, (i64)(w.start + t) * p.b_row + w.head, p.gates_f32);
-        float softplus = a > 20.f ? a : log1pf(expf(a));
-        r.g = -expf(p.a_log[w.head]) * softplus;
-        r.beta = p.beta_scale / (1.f + expf(-b));
-    }
+    if (t >= w.rows) return r;
+    float a = x.a + x.dt_bias;
+    r.g = -expf(x.a_log) * (a > 20.f ? a : log1pf(expf(a)));
+    r.beta = p.beta_scale / (1.f + expf(-x.b));
     return r;
 }
 __device__ __forceinline__ float inverse_norm(float sum) { return rsqrtf(sum + 1e-6f); }
@@ -433,11 +448,15 @@ struct __align__(16) Small {
 __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile &m, Small &z, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp;
     float *tt = z.tt[warp];
-    Gate gate = gate_of(p, w, lane & 3);
+    GateInputs inputs = gate_inputs(p, w, lane & 3);
     u32 bits = (lane & 3) < w.rows ? (u32)ancestors_of(p, w.start + (lane & 3)) : 0u;
+    Decays decays;
+    if (w.prior) decays = prior_decays(p, w, lane);
+    request(p, w, m, z.values, warp, lane);
+    Gate gate = gate_of(p, w, inputs, lane & 3);
     Weights x;
-    if (w.prior) x = prior_weights(p, w, lane, warp == 0 && w.vb == 0);
-    bar_wait(&m.small_in);
+    if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
+    copies_done<1>();
     __syncthreads();  // the zeros, too
     append(p, w, m);
 
@@ -451,7 +470,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
     for (int kb = 0; kb < 4; ++kb)
 #pragma unroll
         for (int h = 0; h < 2; ++h) mma(gram, kq[kb][2 * h], 0, kq[kb][2 * h + 1], 0, kq[kb][2 * h], kq[kb][2 * h + 1]);
-    if (p.k_out && w.vb == 0 && w.head % p.group == 0)
+    if (p.k_out && w.vb == 0 && w.first_of_group)
         for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
             *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
 
@@ -495,7 +514,8 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
             }
         }
     }
-    bar_wait(&m.state_in);
+    copies_done<0>();
+    __syncwarp();
     if (w.fold)
 #pragma unroll
         for (int j = 0; j < MT; ++j) fold(p, w, m, x, first + 16 * j, lane);
@@ -544,8 +564,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
             }
         }
     }
-    // From here on a lane owns a value. The state's rows are done with, once they are stored.
-    if (w.fold) stores_read();
+    // From here on a lane owns a value. The state's rows are done with.
     __syncwarp();
     float(*out)[8] = (float(*)[8])m.s[first];
 #pragma unroll
@@ -597,17 +616,21 @@ struct __align__(16) Shared {
     u16 scores[BT][BT + 8];
     u16 past[2 * BT][LDP];
 #endif
-    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT];
+    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT], scale_k[BT], scale_q[BT], write[BT];
+    u32 live[4];
     u64 bits[BT];
     u32 bad[2];
     double sums[64];
     int jump[64];
 };
 // Log decays over root paths by pointer jumping, in double; one warp.
-__device__ __forceinline__ void path_sums(Shared &m, const Params &p, const Work &w, int lane) {
-    for (int t = lane; t < BT; t += 32) {
-        Gate x = gate_of(p, w, t);
-        u64 bits = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
+__device__ __forceinline__ void path_sums(Shared &m, const Params &p, const Work &w, const GateInputs (&inputs)[(BT + 31) / 32], const u64 (&words)[(BT + 31) / 32], int lane) {
+#pragma unroll
+    for (int j = 0; j < (BT + 31) / 32; ++j) {
+        const int t = lane + 32 * j;
+        if (t >= BT) continue;
+        Gate x = gate_of(p, w, inputs[j], t);
+        u64 bits = words[j];
         u64 above = bits & ~(1ull << t);
         m.beta[t] = x.beta;
         m.bits[t] = bits;
@@ -644,122 +667,127 @@ __device__ __forceinline__ void path_sums(Shared &m, const Params &p, const Work
         }
     }
 }
-// 16 rows of keys or queries against all keys up to them, and against prior keys.
-__device__ __forceinline__ void gram(const Tile &m, Shared &z, const Weights &x, const Work &w, int block, bool queries, int lane) {
-    const int g = lane >> 2, c = lane & 3;
-    const u16(*from)[LDK] = queries ? m.q : m.k;
-    u32 a[8][4];
+// Which 16 x 16 blocks of the T x T matrices hold anything: bit `kb` of live[r].
+__device__ __forceinline__ void find_live(Shared &z, int lane) {
+    for (int r = 0; r < BT / 16; ++r) {
+        u64 bits = lane < 16 ? z.bits[16 * r + lane] & ~(1ull << (16 * r + lane)) : 0ull;
+        u32 low = __reduce_or_sync(~0u, (u32)bits), high = __reduce_or_sync(~0u, (u32)(bits >> 32));
+        if (lane == 0) z.live[r] = (low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0);
+    }
+}
+__device__ __forceinline__ float decay_of(float x) {
+#if EXACT
+    return expf(x);
+#else
+    return __expf(x);
+#endif
+}
+__device__ __forceinline__ void rows16(const u16 (*from)[LDK], int block, u32 (&a)[8][4], int lane) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) load4(a[k], &from[16 * block + (lane & 15)][16 * k + 8 * (lane >> 4)]);
-    auto product = [&](const u16(*rows)[LDK], int n, float(&d)[4]) {
-        d[0] = d[1] = d[2] = d[3] = 0.f;
+}
+// 16 rows against 16 rows.
+__device__ __forceinline__ void product16(const u32 (&a)[8][4], const u16 (*rows)[LDK], int n, float (&d)[2][4], int lane) {
 #pragma unroll
-        for (int kb = 0; kb < 4; ++kb) {
-            u32 y[4];
-            load4(y, &rows[n + (lane & 7)][32 * kb + 8 * (lane >> 3)]);
-            mma(d, a[2 * kb][0], a[2 * kb][1], a[2 * kb][2], a[2 * kb][3], y[0], y[1]);
-            mma(d, a[2 * kb + 1][0], a[2 * kb + 1][1], a[2 * kb + 1][2], a[2 * kb + 1][3], y[2], y[3]);
-        }
-    };
-    // Squared norms stand on the diagonal of the rows' own gram.
-    float d[4], scale[2];
-    u64 bits[2];
+    for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = 0.f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        u32 y[4];
+        load4(y, &rows[n + (lane & 7) + 8 * (lane >> 4)][16 * k + 8 * ((lane >> 3) & 1)]);
+        mma(d[0], a[k][0], a[k][1], a[k][2], a[k][3], y[0], y[1]);
+        mma(d[1], a[k][0], a[k][1], a[k][2], a[k][3], y[2], y[3]);
+    }
+}
+// Squared norms stand on the diagonal of the rows' own gram; from them what scales each row.
+__device__ __forceinline__ void row_scales(const Tile &m, Shared &z, int block, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, queries ? m.q : m.k, 16 * block, d, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        product(from, 16 * block + 8 * h, d);
-        float y = __shfl_sync(~0u, d[2 * h], 4 * g + (g >> 1)), z1 = __shfl_sync(~0u, d[2 * h + 1], 4 * g + (g >> 1));
-        float norm = inverse_norm(g & 1 ? z1 : y);
+        float x = __shfl_sync(~0u, d[h][2 * h], 4 * g + (g >> 1)), y = __shfl_sync(~0u, d[h][2 * h + 1], 4 * g + (g >> 1));
+        float norm = inverse_norm(g & 1 ? y : x);
         int t = 16 * block + 8 * h + g;
         float decay = expf(z.high[t] + z.low[t]);
-        bits[h] = z.bits[t];
-        scale[h] = queries ? QSCALE * norm : z.beta[t] * norm * norm;
-        if (c == 0) {
-            if (queries) {
-                z.read_q[t] = decay * scale[h];
-            } else {
-                z.read_k[t] = decay * norm;
-            }
+        if (c == 0 && queries) {
+            z.scale_q[t] = QSCALE * norm;
+            z.read_q[t] = decay * QSCALE * norm;
         }
-        if (!queries) {
-            float b = z.beta[t] * norm;
-            __syncwarp();
-            if (c == 0) z.beta[t] = b;
+        if (c == 0 && !queries) {
+            z.write[t] = z.beta[t] * norm;
+            z.scale_k[t] = z.beta[t] * norm * norm;
+            z.read_k[t] = decay * norm;
         }
     }
-#pragma unroll 1
-    for (int tile = 0; tile < 2 * block + 2; ++tile) {
-        product(m.k, 8 * tile, d);
-        const int i = 8 * tile + 2 * c;
-        float2 high = *(float2 *)&z.high[i], low = *(float2 *)&z.low[i];
+}
+// One 16 x 16 block of A (keys) or of the scores (queries).
+__device__ __forceinline__ void gram(const Tile &m, Shared &z, int block, int kb, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, m.k, 16 * kb, d, lane);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            int t = 16 * block + 8 * h + g;
-            float y[2];
+    for (int h = 0; h < 2; ++h) {
+        const int t = 16 * block + 8 * h + g;
+        const u64 bits = z.bits[t] & (queries ? ~0ull : ~(1ull << t));
+        const float scale = queries ? z.scale_q[t] : z.scale_k[t], high = z.high[t], low = z.low[t];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                bool above = (bits[h] >> (i + e) & 1) && (queries || i + e != t);
-                float diff = (z.high[t] - (e ? high.y : high.x)) + (z.low[t] - (e ? low.y : low.x));
-                y[e] = above ? expf(diff) * d[2 * h + e] * scale[h] : 0.f;
-            }
+        for (int n = 0; n < 2; ++n) {
+            const int i = 16 * kb + 8 * n + 2 * c;
+            const float2 high_i = *(float2 *)&z.high[i], low_i = *(float2 *)&z.low[i];
+            const u32 above = (u32)(bits >> i);
+            float x = above & 1 ? decay_of((high - high_i.x) + (low - low_i.x)) * d[n][2 * h] * scale : 0.f;
+            float y = above & 2 ? decay_of((high - high_i.y) + (low - low_i.y)) * d[n][2 * h + 1] * scale : 0.f;
             if (queries) {
 #if EXACT
-                *(float2 *)&z.scores[t][i] = make_float2(y[0], y[1]);
+                *(float2 *)&z.scores[t][i] = make_float2(x, y);
 #else
-                *(u32 *)&z.scores[t][i] = pack(y[0], y[1]);
+                *(u32 *)&z.scores[t][i] = pack(x, y);
 #endif
-            } else {
-                // A row whose system is not finite is taken out of it, and gets NaN at the end.
-                if (!finite(y[0] + y[1])) {
-                    atomicOr(&z.bad[t >> 5], 1u << (t & 31));
-                    y[0] = y[1] = 0.f;
-                }
-                z.system[i][t] = y[0];
-                z.system[i + 1][t] = y[1];
+                continue;
             }
+            // A row whose system is not finite is taken out of it, and gets NaN at the end.
+            if (!finite(x + y)) {
+                atomicOr(&z.bad[t >> 5], 1u << (t & 31));
+                x = y = 0.f;
+            }
+            z.system[i][t] = x;
+            z.system[i + 1][t] = y;
         }
     }
-    if (!w.prior || w.fold) return;
-#pragma unroll 1
-    for (int i0 = 0; i0 < ((w.prior + 15) & ~15); i0 += 8) {
-        product(m.prior_k, i0, d);
-        float w0 = weight_of(x, i0 + 2 * c), w1 = weight_of(x, i0 + 2 * c + 1);
+}
+// 16 rows of keys or queries against 16 prior keys, weighted.
+__device__ __forceinline__ void gram_past(const Tile &m, Shared &z, const Weights &x, int block, int chunk, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, m.prior_k, 16 * chunk, d, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const int i = 16 * chunk + 8 * n + 2 * c;
+        const float w0 = weight_of(x, i), w1 = weight_of(x, i + 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            int r = (queries ? BT : 0) + 16 * block + 8 * h + g;
+            const int r = (queries ? BT : 0) + 16 * block + 8 * h + g;
 #if EXACT
-            *(float2 *)&z.past[r][i0 + 2 * c] = make_float2(w0 * d[2 * h], w1 * d[2 * h + 1]);
+            *(float2 *)&z.past[r][i] = make_float2(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
 #else
-            *(u32 *)&z.past[r][i0 + 2 * c] = pack(w0 * d[2 * h], w1 * d[2 * h + 1]);
+            *(u32 *)&z.past[r][i] = pack(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
 #endif
         }
     }
 }
-// Columns 16 block .. + 15 of (I + A)^-1 by forward substitution in float32, 16 rows at a time; one warp, a lane per
-// column and half of each sum.
-__device__ __forceinline__ void invert(Tile &m, const Shared &z, const Work &w, int block, int lane) {
-    const int column = 16 * block + (lane & 15), half = lane >> 4;
-#pragma unroll 1
-    for (int r = block; 16 * r < w.rows; ++r) {
-        float x[16];
+// The inverse of one 16 x 16 block on the diagonal of I + A by forward substitution, a lane per column.
+__device__ __forceinline__ void invert_diagonal(Tile &m, const Shared &z, int r, int lane) {
+    const int column = lane & 15;
+    float x[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) x[i] = 0.f;
-#pragma unroll 1
-        for (int kb = block; kb < r; ++kb)
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                int row = 16 * kb + 8 * half + k;
-                float y = m.inverse[row][column];
-#pragma unroll
-                for (int i = 0; i < 16; i += 4) {
-                    float4 a = *(const float4 *)&z.system[row][16 * r + i];
-                    x[i] -= a.x * y; x[i + 1] -= a.y * y; x[i + 2] -= a.z * y; x[i + 3] -= a.w * y;
-                }
-            }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            x[i] += __shfl_xor_sync(~0u, x[i], 16);
-            x[i] += 16 * r + i == column ? 1.f : 0.f;
-        }
+    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
+    if (z.live[r] >> r & 1)
 #pragma unroll
         for (int k = 0; k < 15; ++k) {
             float a[16];
@@ -768,9 +796,51 @@ __device__ __forceinline__ void invert(Tile &m, const Shared &z, const Work &w, 
 #pragma unroll
             for (int i = k + 1; i < 16; ++i) x[i] -= a[i] * x[k];
         }
-        if (half == 0)
+    if (lane < 16)
 #pragma unroll
-            for (int i = 0; i < 16; ++i) m.inverse[16 * r + i][column] = x[i];
+        for (int i = 0; i < 16; ++i) m.inverse[16 * r + i][16 * r + column] = x[i];
+}
+// Columns 8 half .. + 7 of block column b below the diagonal: X_r = -D_r (sum over k of A_rk X_k). A lane per column and
+// quarter of each sum, in float32.
+__device__ __forceinline__ void invert_below(Tile &m, const Shared &z, const Work &w, int b, int half, int lane) {
+    const int column = 16 * b + 8 * half + (lane & 7), quarter = lane >> 3;
+#pragma unroll 1
+    for (int r = b + 1; 16 * r < w.rows; ++r) {
+        if (!(z.live[r] >> b & 1)) continue;
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = 0.f;
+#pragma unroll 1
+        for (int kb = b; kb < r; ++kb) {
+            if (!(z.live[r] >> kb & 1) || (kb != b && !(z.live[kb] >> b & 1))) continue;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int row = 16 * kb + 4 * k + quarter;
+                const float y = m.inverse[row][column];
+#pragma unroll
+                for (int i = 0; i < 16; i += 4) {
+                    float4 a = *(const float4 *)&z.system[row][16 * r + i];
+                    x[i] -= a.x * y; x[i + 1] -= a.y * y; x[i + 2] -= a.z * y; x[i + 3] -= a.w * y;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            x[i] += __shfl_xor_sync(~0u, x[i], 8);
+            x[i] += __shfl_xor_sync(~0u, x[i], 16);
+        }
+        // Lane (column, quarter) finishes rows quarter, quarter + 4, ...
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = 4 * j + quarter;
+            float y = 0.f;
+#pragma unroll
+            for (int k = 0; k < 16; k += 4) {
+                float4 d = *(const float4 *)&m.inverse[16 * r + i][16 * r + k];
+                y += d.x * x[k] + d.y * x[k + 1] + d.z * x[k + 2] + d.w * x[k + 3];
+            }
+            m.inverse[16 * r + i][column] = y;
+        }
         __syncwarp();
     }
 }
@@ -848,7 +918,7 @@ __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const 
 }
 // out[v, t] += sum over i <= t of in[v, i] matrix[t, i]; rows that are not finite leave the products.
 template <typename M>
-__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &matrix, float (&out)[MT][NT][4], const Work &w, int lane) {
+__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &matrix, float (&out)[MT][NT][4], const Work &w, const u32 *live, int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int ks = 0; ks < NT / 2; ++ks) {
@@ -859,6 +929,7 @@ __device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &mat
 #pragma unroll
         for (int n = 2 * ks; n < NT; ++n) {
             if (8 * n >= w.rows) break;
+            if (n / 2 != ks && !(live[n / 2] >> ks & 1)) continue;
             u32 b[2][XPARTS];
             row_parts(&matrix[8 * n + g][16 * ks + 2 * c], b);
 #pragma unroll
@@ -922,50 +993,76 @@ __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float
     for (int t = lane / per_row; t < w.rows; t += step, from += step * (BV + 8), at += step * row_stride) *(uint4 *)at = *(const uint4 *)from;
 }
 __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &m, Shared &z, int warp, int lane) {
-    const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb;
+    const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
     if (threadIdx.x < 2) z.bad[threadIdx.x] = 0;
+    GateInputs inputs[(BT + 31) / 32];
+    u64 words[(BT + 31) / 32];
+    if (warp == NW - 1)
+#pragma unroll
+        for (int j = 0; j < (BT + 31) / 32; ++j) {
+            int t = lane + 32 * j;
+            inputs[j] = gate_inputs(p, w, t);
+            words[j] = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
+        }
+    Decays decays;
     Weights x;
     x.carried = 1.f;
-    if (w.prior) x = prior_weights(p, w, lane, warp == 0 && w.vb == 0);
-    if (warp == NW - 1) path_sums(z, p, w, lane);
-    bar_wait(&m.small_in);
+    if (w.prior) decays = prior_decays(p, w, lane);
+    request(p, w, m, 0, warp, lane);
+    if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
+    if (warp == NW - 1) {
+        path_sums(z, p, w, inputs, words, lane);
+        find_live(z, lane);
+    }
+    copies_done<1>();
     __syncthreads();
     append(p, w, m);
-    if (p.k_out && w.vb == 0 && w.head % p.group == 0)
+    if (p.k_out && w.vb == 0 && w.first_of_group)
         for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
             *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
-    // Long row blocks of keys beside short ones of queries, so that warps end together.
 #pragma unroll 1
-    for (int job = warp; job < 2 * (BT / 16); job += NW) {
-        bool queries = job >= BT / 16;
-        int block = queries ? 2 * (BT / 16) - 1 - job : job;
-        if (16 * block < w.rows) gram(m, z, x, w, block, queries, lane);
+    for (int job = warp; job < 2 * blocks; job += NW) row_scales(m, z, job >> 1, job & 1, lane);
+    if (w.prior && !w.fold)
+#pragma unroll 1
+        for (int job = NW - 1 - warp; job < 2 * blocks * ((w.prior + 15) / 16); job += NW) gram_past(m, z, x, (job >> 1) % blocks, (job >> 1) / blocks, job & 1, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int job = warp, block = 0, kb = 0, at = 0; job < blocks * (blocks + 1); job += NW) {
+        for (; at < job >> 1; ++at)
+            if (++kb > block) ++block, kb = 0;
+        const bool queries = job & 1;
+        if ((z.live[block] >> kb & 1) || (queries && kb == block)) gram(m, z, block, kb, queries, lane);
     }
     __syncthreads();
     if (w.fold) {
-        bar_wait(&m.state_in);
+        copies_done<0>();
+        __syncwarp();
 #pragma unroll 1
         for (int t = 0; t < MT; ++t) fold(p, w, m, x, first + 16 * t, lane);
         __syncthreads();
     }
 #pragma unroll 1
-    for (int block = warp; block < BT / 16; block += NW)
-        if (16 * block < w.rows) invert(m, z, w, block, lane);
-    if (!w.fold) bar_wait(&m.state_in);
-    fence_copies();
+    for (int block = warp; block < blocks; block += NW) invert_diagonal(m, z, block, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int job = warp; job < 2 * (blocks - 1); job += NW) invert_below(m, z, w, job >> 1, job & 1, lane);
+    copies_done<0>();
     __syncthreads();
     // The system's place is free for the values.
-    if (threadIdx.x == 0) bar_expect(&m.values_in, w.rows * BV * 2);
-    for (int t = threadIdx.x; t < w.rows; t += 32 * NW) copy_row(z.values[t], p.v + (i64)(w.start + t) * p.v_row + w.head * p.v_head + v0, BV * 2, &m.values_in);
+    {
+        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
+        for (int i = threadIdx.x; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&z.values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
+        copies_sent();
+    }
     for (int i = threadIdx.x; i < (((w.rows + 15) & ~15) - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)z.values[w.rows])[i] = make_uint4(0, 0, 0, 0);
     float r[MT][NT][4], y[MT][NT][4];
     read_past(m, z, w, m.k, 0, x.carried, first, r, lane);
-    bar_wait(&m.values_in);
+    copies_done<0>();
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         if (8 * n < w.rows) {
-            float2 beta = *(float2 *)&z.beta[8 * n + 2 * c], read = *(float2 *)&z.read_k[8 * n + 2 * c];
+            float2 beta = *(float2 *)&z.write[8 * n + 2 * c], read = *(float2 *)&z.read_k[8 * n + 2 * c];
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
                 u32 v[2];
@@ -983,7 +1080,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32);
     if (bad) mark(z, bad, true, r, lane);
-    apply(r, m.inverse, y, w, lane);
+    apply(r, m.inverse, y, w, z.live, lane);
     if (bad) mark(z, bad, false, y, lane);
 #if U_F32
 #pragma unroll
@@ -1014,10 +1111,9 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
         }
     }
     if (bad) mark(z, bad, true, y, lane);
-    apply(y, z.scores, r, w, lane);
+    apply(y, z.scores, r, w, z.live, lane);
     if (bad) mark(z, bad, false, r, lane);
     write_rows(z, w, r, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
-    if (w.fold) stores_read();
 }
 #endif
 
@@ -1046,11 +1142,9 @@ extern "C" __global__ void __launch_bounds__(32 * NW, MIN_BLOCKS) gdn_step(const
     }
 #if BT > 4
     if (w.rows > 4) {
-        request(p, w, tile, 0);
         wide_step(p, w, tile, rest.wide, warp, lane);
         return;
     }
 #endif
-    request(p, w, tile, rest.small.values);
     small_step(p, w, tile, rest.small, warp, lane);
 }

@@ -76,7 +76,7 @@ def _shape(bt: int, *, wide: bool, exact: bool, num_heads: int) -> tuple[int, in
         return (4, 1, 4) if wide else (4, 2, 4)
     if wide or exact or bt == 64:
         return 8, 1, 1
-    return (4, 2, 3) if bt <= 16 else (4, 2, 2)
+    return (4, 2, 3) if bt <= 16 else (8, 1, 2)
 
 
 def _bucket(needed: int, buckets: tuple[int, ...], what: str) -> int:
