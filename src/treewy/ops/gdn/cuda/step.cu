@@ -196,15 +196,17 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
         const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
         for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
     }
-    const int per_row = BV * sizeof(ut) / 16;
-    for (int i = tid >> 4; i < w.prior; i += 2 * NW) {
+    const int per_row = BV * sizeof(ut) / 16, chunk = (w.prior + 15) & ~15;
+    // Chunks of 16 are filled up with the newest row, whose weight is 0 there.
+    for (int i = tid >> 4; i < chunk; i += 2 * NW) {
         const u16 *from;
         const ut *u;
-        if (i < w.hist) {
-            from = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
-            u = (const ut *)p.hist_u + w.slot * p.hu_slot + i * p.hu_row + w.head * p.hu_head;
+        const int row_of = min(i, w.prior - 1);
+        if (row_of < w.hist) {
+            from = p.hist_k + w.slot * p.hk_slot + row_of * p.hk_row + w.key_head * p.hk_head;
+            u = (const ut *)p.hist_u + w.slot * p.hu_slot + row_of * p.hu_row + w.head * p.hu_head;
         } else {
-            i64 row = p.path_rows[(i64)w.seq * p.path_stride + i - w.hist];
+            i64 row = p.path_rows[(i64)w.seq * p.path_stride + row_of - w.hist];
             from = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;
             u = (const ut *)p.rec_u + row * p.ru_row + w.head * p.ru_head;
         }
@@ -222,13 +224,11 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
     for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
     copies_sent();
     // Rows that pad products: zeros, so that nothing left behind is ever multiplied.
-    const int padded = BT > 4 ? ((w.rows + 15) & ~15) : 4, chunk = (w.prior + 15) & ~15;
+    const int padded = values ? 4 : BT;
     for (int i = tid; i < (padded - w.rows) * (LDK / 8); i += 32 * NW) {
         ((uint4 *)m.k[w.rows])[i] = make_uint4(0, 0, 0, 0);
         ((uint4 *)m.q[w.rows])[i] = make_uint4(0, 0, 0, 0);
     }
-    for (int i = tid; i < (chunk - w.prior) * (LDK / 8); i += 32 * NW) ((uint4 *)m.prior_k[w.prior])[i] = make_uint4(0, 0, 0, 0);
-    for (int i = tid; i < (chunk - w.prior) * (int)(LDU * sizeof(ut) / 16); i += 32 * NW) ((uint4 *)m.prior_u[w.prior])[i] = make_uint4(0, 0, 0, 0);
 }
 
 // ---- prior rows ----
@@ -514,6 +514,25 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
             }
         }
     }
+    // The weighted grams with prior keys; their layout as a result is that of an operand.
+    u32 past[CHUNKS][2][3];
+#pragma unroll
+    for (int h = 0; h < CHUNKS; ++h) {
+        if (16 * h >= w.prior || w.fold) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float d[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+            for (int kb = 0; kb < 4; ++kb) {
+                u32 y[4];
+                load4(y, &m.prior_k[16 * h + 8 * r + (lane & 7)][32 * kb + 8 * (lane >> 3)]);
+                mma(d[0], kq[kb][0], 0, kq[kb][1], 0, y[0], y[1]);
+                mma(d[1], kq[kb][2], 0, kq[kb][3], 0, y[2], y[3]);
+            }
+            const int i = 16 * h + 8 * r + 2 * c;
+            split<3>((d[0][0] + d[1][0]) * weight_of(x, i), (d[0][1] + d[1][1]) * weight_of(x, i + 1), past[h][r]);
+        }
+    }
     copies_done<0>();
     __syncwarp();
     if (w.fold)
@@ -523,14 +542,21 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
     float acc[MT][4];
 #pragma unroll
     for (int j = 0; j < MT; ++j) {
+        float other[4] = {0.f, 0.f, 0.f, 0.f};
         acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            u32 a[4][SPARTS];
-            state_operand(m, first + 16 * j, k, a, lane);
+        for (int k = 0; k < 4; ++k) {
+            u32 a[4][SPARTS], b[4][SPARTS];
+            state_operand(m, first + 16 * j, 2 * k, a, lane);
+            state_operand(m, first + 16 * j, 2 * k + 1, b, lane);
 #pragma unroll
-            for (int s = SPARTS - 1; s >= 0; --s) mma(acc[j], a[0][s], a[1][s], a[2][s], a[3][s], kq[k / 2][2 * (k & 1)], kq[k / 2][2 * (k & 1) + 1]);
+            for (int i = SPARTS - 1; i >= 0; --i) {
+                mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], kq[k][0], kq[k][1]);
+                mma(other, b[0][i], b[1][i], b[2][i], b[3][i], kq[k][2], kq[k][3]);
+            }
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[j][e] += other[e];
     }
     if (w.prior && !w.fold) {
 #pragma unroll
@@ -540,19 +566,6 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 #pragma unroll
         for (int h = 0; h < CHUNKS; ++h) {
             if (16 * h >= w.prior) break;
-            u32 b[2][3];  // the weighted grams with prior keys, whose layout as a result is that of an operand
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-                for (int kb = 0; kb < 4; ++kb) {
-                    u32 y[4];
-                    load4(y, &m.prior_k[16 * h + 8 * r + (lane & 7)][32 * kb + 8 * (lane >> 3)]);
-                    mma(d, kq[kb][0], 0, kq[kb][1], 0, y[0], y[1]);
-                    mma(d, kq[kb][2], 0, kq[kb][3], 0, y[2], y[3]);
-                }
-                split<3>(d[0] * weight_of(x, 16 * h + 8 * r + 2 * c), d[1] * weight_of(x, 16 * h + 8 * r + 2 * c + 1), b[r]);
-            }
 #pragma unroll
             for (int j = 0; j < MT; ++j) {
                 u32 a[4][3];
@@ -560,7 +573,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 #pragma unroll
                 for (int order = 2; order >= 0; --order)
 #pragma unroll
-                    for (int s = 0; s <= (U_F32 ? order : 0); ++s) mma(acc[j], a[0][s], a[1][s], a[2][s], a[3][s], b[0][order - s], b[1][order - s]);
+                    for (int i = 0; i <= (U_F32 ? order : 0); ++i) mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], past[h][0][order - i], past[h][1][order - i]);
             }
         }
     }
@@ -686,16 +699,26 @@ __device__ __forceinline__ void rows16(const u16 (*from)[LDK], int block, u32 (&
 #pragma unroll
     for (int k = 0; k < 8; ++k) load4(a[k], &from[16 * block + (lane & 15)][16 * k + 8 * (lane >> 4)]);
 }
-// 16 rows against 16 rows.
+// 16 rows against 16 rows; each sum in two halves, so that products need not wait for each other.
 __device__ __forceinline__ void product16(const u32 (&a)[8][4], const u16 (*rows)[LDK], int n, float (&d)[2][4], int lane) {
+    float other[2][4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = 0.f;
+    for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = other[0][e] = other[1][e] = 0.f;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        u32 y[4];
-        load4(y, &rows[n + (lane & 7) + 8 * (lane >> 4)][16 * k + 8 * ((lane >> 3) & 1)]);
-        mma(d[0], a[k][0], a[k][1], a[k][2], a[k][3], y[0], y[1]);
-        mma(d[1], a[k][0], a[k][1], a[k][2], a[k][3], y[2], y[3]);
+    for (int k = 0; k < 4; ++k) {
+        u32 x[4], y[4];
+        const u16 *from = &rows[n + (lane & 7) + 8 * (lane >> 4)][8 * ((lane >> 3) & 1)];
+        load4(x, from + 16 * k);
+        load4(y, from + 16 * (k + 4));
+        mma(d[0], a[k][0], a[k][1], a[k][2], a[k][3], x[0], x[1]);
+        mma(d[1], a[k][0], a[k][1], a[k][2], a[k][3], x[2], x[3]);
+        mma(other[0], a[k + 4][0], a[k + 4][1], a[k + 4][2], a[k + 4][3], y[0], y[1]);
+        mma(other[1], a[k + 4][0], a[k + 4][1], a[k + 4][2], a[k + 4][3], y[2], y[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        d[0][e] += other[0][e];
+        d[1][e] += other[1][e];
     }
 }
 // Squared norms stand on the diagonal of the rows' own gram; from them what scales each row.
@@ -874,25 +897,19 @@ __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const 
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int t = 0; t < MT; ++t) acc[t][n][0] = acc[t][n][1] = acc[t][n][2] = acc[t][n][3] = 0.f;
-#pragma unroll 1
-    for (int kb = 0; kb < 4; ++kb) {
-        u32 a[2][MT][4][SPARTS];
+#pragma unroll 2
+    for (int k = 0; k < 8; ++k) {
+        u32 a[MT][4][SPARTS], y[NT / 2][4];
 #pragma unroll
-        for (int s = 0; s < 2; ++s)
+        for (int t = 0; t < MT; ++t) state_operand(m, first + 16 * t, k, a[t], lane);
 #pragma unroll
-            for (int t = 0; t < MT; ++t) state_operand(m, first + 16 * t, 2 * kb + s, a[s][t], lane);
+        for (int n = 0; n < NT / 2; ++n) load4(y[n], &rows[16 * n + (lane & 7) + 8 * (lane >> 4)][16 * k + 8 * ((lane >> 3) & 1)]);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            if (8 * n >= w.rows) break;
-            u32 y[4];
-            load4(y, &rows[8 * n + (lane & 7)][32 * kb + 8 * (lane >> 3)]);
+        for (int i = SPARTS - 1; i >= 0; --i)
 #pragma unroll
-            for (int s = 0; s < 2; ++s)
+            for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int i = SPARTS - 1; i >= 0; --i)
-#pragma unroll
-                    for (int t = 0; t < MT; ++t) mma(acc[t][n], a[s][t][0][i], a[s][t][1][i], a[s][t][2][i], a[s][t][3][i], y[2 * s], y[2 * s + 1]);
-        }
+                for (int t = 0; t < MT; ++t) mma(acc[t][n], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], y[n / 2][2 * (n & 1)], y[n / 2][2 * (n & 1) + 1]);
     }
     if (!w.prior || w.fold) return;
 #pragma unroll
@@ -908,7 +925,6 @@ __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const 
         for (int t = 0; t < MT; ++t) prior_operand<XPARTS>(m, first + 16 * t, h, a[t], lane);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            if (8 * n >= w.rows) break;
             u32 b[2][XPARTS];
             row_parts(&z.past[offset + 8 * n + g][16 * h + 2 * c], b);
 #pragma unroll
@@ -922,16 +938,19 @@ __device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &mat
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int ks = 0; ks < NT / 2; ++ks) {
-        if (16 * ks >= w.rows) break;
         u32 a[MT][4][XPARTS];
 #pragma unroll
         for (int t = 0; t < MT; ++t) operand(in[t][2 * ks], in[t][2 * ks + 1], a[t]);
 #pragma unroll
         for (int n = 2 * ks; n < NT; ++n) {
-            if (8 * n >= w.rows) break;
-            if (n / 2 != ks && !(live[n / 2] >> ks & 1)) continue;
+            const bool holds = n / 2 == ks ? 16 * ks < w.rows : live[n / 2] >> ks & 1;  // else nothing was written there
             u32 b[2][XPARTS];
             row_parts(&matrix[8 * n + g][16 * ks + 2 * c], b);
+#pragma unroll
+            for (int i = 0; i < XPARTS; ++i) {
+                b[0][i] = holds ? b[0][i] : 0;
+                b[1][i] = holds ? b[1][i] : 0;
+            }
 #pragma unroll
             for (int t = 0; t < MT; ++t) mma_parts(out[t][n], a[t], b);
         }
@@ -974,7 +993,6 @@ __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        if (8 * n >= w.rows) break;
 #pragma unroll
         for (int t = 0; t < MT; ++t)
 #pragma unroll
@@ -1021,10 +1039,10 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
         for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
             *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
 #pragma unroll 1
-    for (int job = warp; job < 2 * blocks; job += NW) row_scales(m, z, job >> 1, job & 1, lane);
+    for (int job = warp; job < 2 * (BT / 16); job += NW) row_scales(m, z, job >> 1, job & 1, lane);
     if (w.prior && !w.fold)
 #pragma unroll 1
-        for (int job = NW - 1 - warp; job < 2 * blocks * ((w.prior + 15) / 16); job += NW) gram_past(m, z, x, (job >> 1) % blocks, (job >> 1) / blocks, job & 1, lane);
+        for (int job = NW - 1 - warp; job < 2 * (BT / 16) * ((w.prior + 15) / 16); job += NW) gram_past(m, z, x, (job >> 1) % (BT / 16), (job >> 1) / (BT / 16), job & 1, lane);
     __syncthreads();
 #pragma unroll 1
     for (int job = warp, block = 0, kb = 0, at = 0; job < blocks * (blocks + 1); job += NW) {
@@ -1054,14 +1072,14 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
         for (int i = threadIdx.x; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&z.values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
         copies_sent();
     }
-    for (int i = threadIdx.x; i < (((w.rows + 15) & ~15) - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)z.values[w.rows])[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < (BT - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)z.values[w.rows])[i] = make_uint4(0, 0, 0, 0);
     float r[MT][NT][4], y[MT][NT][4];
     read_past(m, z, w, m.k, 0, x.carried, first, r, lane);
     copies_done<0>();
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        if (8 * n < w.rows) {
+        {
             float2 beta = *(float2 *)&z.write[8 * n + 2 * c], read = *(float2 *)&z.read_k[8 * n + 2 * c];
 #pragma unroll
             for (int t = 0; t < MT; ++t) {

@@ -71,12 +71,12 @@ def choose(
 def _shape(bt: int, *, wide: bool, exact: bool, num_heads: int) -> tuple[int, int, int]:
     """Return warps, tiles of 16 values per warp, and blocks per multiprocessor to leave registers for."""
     if num_heads <= 64:
-        return (4, 1, 1) if bt > 4 else (2, 1, 1)
+        return (8, 1, 1) if bt > 4 else (4, 1, 1)
     if bt == 4:
         return (4, 1, 4) if wide else (4, 2, 4)
-    if wide or exact or bt == 64:
-        return 8, 1, 1
-    return (4, 2, 3) if bt <= 16 else (8, 1, 2)
+    if bt == 16:
+        return (8, 1, 2) if wide else (4, 2, 3)
+    return (8, 1, 1) if wide or bt == 64 else (8, 1, 2)
 
 
 def _bucket(needed: int, buckets: tuple[int, ...], what: str) -> int:
