@@ -1,4 +1,4 @@
-"""Tree convolution in Triton: a tile of packed rows and channels per program, ancestors found from their bits.
+"""Tree convolution in Triton: a tile of packed rows and channels per program, walking up the parents.
 
 Sums are taken in float32, newest input first, and each output is computed alone: its bits depend on its own inputs only.
 """
@@ -29,11 +29,9 @@ class Blocks(NamedTuple):
 
 
 # By how many packed rows there are at least. Few rows: many small programs, so that every multiprocessor has one. Many
-# rows: tiles of several, whose common ancestors and weights then come from the first-level cache.
-BLOCKS = {0: Blocks(1, 256, 1), 33: Blocks(2, 512, 2), 257: Blocks(4, 512, 4), 1025: Blocks(8, 512, 4)}
-
-# Words of ancestor bits that a tile has room for, whatever the trees: 128 rows per tree, one variant of the kernel.
-MIN_WORDS = 4
+# rows: tiles of several, whose common ancestors and weights are then read once. A thread has 8 channels, so that the
+# weights of a tap lie as its rows do, and no exchange between threads comes between the loads.
+BLOCKS = {0: Blocks(1, 256, 1), 33: Blocks(2, 512, 2), 257: Blocks(4, 512, 2)}
 
 # Channels of one program of commit, which moves W - 1 rows of them.
 COMMIT_CHANNELS = 1024
@@ -41,19 +39,9 @@ COMMIT_WARPS = 4
 
 
 # The import hook of the tests must not wrap what Triton compiles.
-@triton.jit
-@no_type_check
-def _highest_bit(words):
-    """Return the place of the highest bit of each word, -1 where none is set: the exponent of a float that holds it."""
-    high = (words >> 16) & 0xFFFF
-    half = tl.where(high != 0, high, words & 0xFFFF)  # 16 bits, which float32 holds exactly
-    exponent = (half.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    return tl.where(words == 0, -1, exponent + tl.where(high != 0, 16, 0))
-
-
 @triton.jit(
-    do_not_specialize=["num_rows", "num_slots", "num_words", "stride_slots", "stride_ancestors"],
-    do_not_specialize_on_alignment=["p_slots", "p_ancestors", "p_seq_of_row", "p_cu_rows"],
+    do_not_specialize=["num_rows", "num_slots", "stride_slots"],
+    do_not_specialize_on_alignment=["p_slots", "p_parents", "p_seq_of_row", "p_cu_rows"],
 )
 @no_type_check
 def convolve_paths(
@@ -63,12 +51,11 @@ def convolve_paths(
     p_bias,
     p_window,
     p_slots,
-    p_ancestors,
+    p_parents,
     p_seq_of_row,
     p_cu_rows,
     num_rows,
     num_slots,
-    num_words,
     num_channels,
     stride_y_row,
     stride_y_channel,
@@ -81,59 +68,61 @@ def convolve_paths(
     stride_window_row,
     stride_window_channel,
     stride_slots,
-    stride_ancestors,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    ALIKE: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
-    BW: tl.constexpr,
 ):
-    """Convolve BT packed rows of BC channels with their W - 1 nearest ancestors, or with their slot's window."""
-    o_row = tl.program_id(0) * BT + tl.arange(0, BT)
-    o_channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    o_word = tl.arange(0, BW)
-    m_row = o_row < num_rows
-    m_channel = o_channel < num_channels
+    """Convolve BT packed rows of BC channels with their W - 1 nearest ancestors, or with their slot's window.
 
+    ALIKE says that rows and windows have one dtype and one distance between channels.
+    """
+    o_row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    o_channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_row = o_row < num_rows
+    m_channel = (o_channel < num_channels)[None, :]
     b_seq = tl.load(p_seq_of_row + o_row, mask=m_row, other=-1)
-    m_word = m_row[:, None] & (o_word[None, :] < num_words)
-    p_words = p_ancestors + o_row.to(tl.int64)[:, None] * stride_ancestors + o_word[None, :]
-    b_words = tl.load(p_words, mask=m_word, other=0)
+    b_parent = tl.load(p_parents + o_row, mask=m_row, other=-1)
     b_slot = tl.load(p_slots + b_seq.to(tl.int64) * stride_slots, mask=b_seq >= 0, other=-1).to(tl.int64)
     m_live = (b_slot >= 0) & (b_slot < num_slots)
     b_start = tl.load(p_cu_rows + b_seq, mask=m_live, other=0)
 
-    p_x += o_channel.to(tl.int64)[None, :] * stride_x_channel
-    p_window += b_slot[:, None] * stride_window_slot + o_channel.to(tl.int64)[None, :] * stride_window_channel
-    p_weight += o_channel * stride_weight_channel
+    p_weight += o_channel * stride_weight_channel + (W - 1) * stride_weight_tap
     b_y = tl.zeros([BT, BC], dtype=tl.float32)
     if p_bias is not None:
-        b_y += tl.load(p_bias + o_channel * stride_bias, mask=m_channel, other=0).to(tl.float32)[None, :]
-    # Places of the window that were taken so far; the newest is taken first.
-    b_taken = tl.zeros([BT], dtype=tl.int32)
+        b_y += tl.load(p_bias + o_channel * stride_bias, mask=o_channel < num_channels, other=0).to(tl.float32)[None, :]
+    o_x_channel = o_channel.to(tl.int64)[None, :] * stride_x_channel
+    o_window_channel = o_channel.to(tl.int64)[None, :] * stride_window_channel
+    p_x_row = p_x + o_row * stride_x_row
+    # Above the root, the newest place of the window comes first.
+    p_window_row = p_window + b_slot * stride_window_slot + (W - 2) * stride_window_row
+    m_x = m_live
     for back in tl.static_range(W):
-        # Parents precede their children, so that the nearest of the ancestors left is the highest bit left. The first is
-        # the row itself.
-        b_nearest = tl.max(tl.where(b_words != 0, o_word[None, :] * 32 + _highest_bit(b_words), -1), axis=1)
-        b_bit = tl.where(o_word[None, :] == (b_nearest >> 5)[:, None], 1 << (b_nearest & 31)[:, None], 0)
-        b_words &= ~b_bit
-        m_x = m_live & (b_nearest >= 0)
-        o_x = (b_start + b_nearest).to(tl.int64) * stride_x_row
-        b_x = tl.load(p_x + o_x[:, None], mask=m_x[:, None] & m_channel[None, :], other=0).to(tl.float32)
         if back > 0:
-            m_window = m_live & (b_nearest < 0)
-            o_window = (W - 2 - b_taken).to(tl.int64) * stride_window_row
-            m_old = m_window[:, None] & m_channel[None, :]
-            b_old = tl.load(p_window + o_window[:, None], mask=m_old, other=0).to(tl.float32)
-            b_x = tl.where(m_window[:, None], b_old, b_x)
-            b_taken += m_window.to(tl.int32)
-        b_weight = tl.load(p_weight + (W - 1 - back) * stride_weight_tap, mask=m_channel, other=0).to(tl.float32)
+            m_x = m_live & (b_parent >= 0)
+            o_ancestor = (b_start + b_parent).to(tl.int64)
+            p_x_row = p_x + o_ancestor * stride_x_row
+            if back < W - 1:
+                b_parent = tl.load(p_parents + o_ancestor, mask=m_x, other=-1)
+        m_window = m_live & (not m_x)
+        if ALIKE:
+            p_input = tl.where(m_x, p_x_row, p_window_row)[:, None] + o_x_channel
+            b_x = tl.load(p_input, mask=m_live[:, None] & m_channel, other=0).to(tl.float32)
+        else:
+            b_x = tl.load(p_x_row[:, None] + o_x_channel, mask=m_x[:, None] & m_channel, other=0).to(tl.float32)
+            p_old = p_window_row[:, None] + o_window_channel
+            b_old = tl.load(p_old, mask=m_window[:, None] & m_channel, other=0).to(tl.float32)
+            b_x = tl.where(m_x[:, None], b_x, b_old)
+        p_window_row = tl.where(m_window, p_window_row - stride_window_row, p_window_row)
+        b_weight = tl.load(p_weight, mask=o_channel < num_channels, other=0).to(tl.float32)
+        p_weight -= stride_weight_tap
         b_y = tl.fma(b_x, b_weight[None, :], b_y)
     if SILU:
-        b_y = b_y / (1.0 + tl.exp(-b_y))
+        b_y = b_y / (1.0 + tl.exp2(b_y * -1.4426950408889634))  # log2 e
     b_y = tl.where(m_live[:, None], b_y, 0.0)
-    p_y += o_row.to(tl.int64)[:, None] * stride_y_row + o_channel.to(tl.int64)[None, :] * stride_y_channel
-    tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_channel[None, :])
+    p_y += o_row[:, None] * stride_y_row + o_channel.to(tl.int64)[None, :] * stride_y_channel
+    tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_channel)
 
 
 @triton.jit(
@@ -181,16 +170,16 @@ def shift_windows(
         b_row = tl.load(p_path + i_seq * stride_path + o_source - W1, mask=m_new, other=-1).to(tl.int64)
         m_new = m_new & (b_row >= 0) & (b_row < num_rows)
 
-        p_window += i_layer * stride_window_layer + slot * stride_window_slot
-        p_window += o_channel[None, :] * stride_window_channel
-        p_x += i_layer * stride_x_layer + o_channel[None, :] * stride_x_channel
-        p_old = p_window + o_source.to(tl.int64)[:, None] * stride_window_row
+        o_window = i_layer * stride_window_layer + slot * stride_window_slot + o_channel * stride_window_channel
+        o_x = i_layer * stride_x_layer + o_channel * stride_x_channel
+        p_old = p_window + o_window[None, :] + o_source.to(tl.int64)[:, None] * stride_window_row
         b_old = tl.load(p_old, mask=m_old[:, None] & m_channel, other=0)
-        b_new = tl.load(p_x + b_row[:, None] * stride_x_row, mask=m_new[:, None] & m_channel, other=0)
+        p_new = p_x + o_x[None, :] + b_row[:, None] * stride_x_row
+        b_new = tl.load(p_new, mask=m_new[:, None] & m_channel, other=0)
         b_window = tl.where(m_old[:, None], b_old, b_new.to(p_window.dtype.element_ty))
         # Every thread has read before any writes: places move within the window.
         tl.debug_barrier()
-        p_place = p_window + o_place.to(tl.int64)[:, None] * stride_window_row
+        p_place = p_window + o_window[None, :] + o_place.to(tl.int64)[:, None] * stride_window_row
         tl.store(p_place, b_window, mask=(m_old | m_new)[:, None] & m_channel)
 
 
@@ -225,20 +214,19 @@ def _convolve(
     blocks: Blocks,
 ) -> None:
     num_rows, channels = x.shape
-    num_words = tree.ancestors.shape[1]
     block_channels = min(blocks.channels, triton.next_power_of_2(channels))
     launch(
         convolve_paths,
         (triton.cdiv(num_rows, blocks.rows), triton.cdiv(channels, block_channels)),
-        *(out, x, weight, bias, window, slots, tree.ancestors, tree.seq_of_row, tree.cu_rows),
-        *(num_rows, window.shape[0], num_words, channels),
+        *(out, x, weight, bias, window, slots, tree.parents, tree.seq_of_row, tree.cu_rows),
+        *(num_rows, window.shape[0], channels),
         *(*out.stride(), *x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0)),
-        *(*window.stride(), slots.stride(0), tree.ancestors.stride(0)),
+        *(*window.stride(), slots.stride(0)),
         W=weight.shape[1],
         SILU=activation is not None,
+        ALIKE=x.dtype == window.dtype and x.stride(1) == window.stride(2),
         BT=blocks.rows,
         BC=block_channels,
-        BW=max(MIN_WORDS, triton.next_power_of_2(num_words)),
         num_warps=blocks.warps,
     )
 
