@@ -105,7 +105,7 @@ def convolve_paths(
             p_x_row = p_x + o_ancestor * stride_x_row
             if back < W - 1:
                 b_parent = tl.load(p_parents + o_ancestor, mask=m_x, other=-1)
-        m_window = m_live & (not m_x)
+        m_window = m_live & ~m_x
         if ALIKE:
             p_input = tl.where(m_x, p_x_row, p_window_row)[:, None] + o_x_channel
             b_x = tl.load(p_input, mask=m_live[:, None] & m_channel, other=0).to(tl.float32)
