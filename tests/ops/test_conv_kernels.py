@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ops.buckets import Bucket
 from ops.problems import SHAPES, trees
 from ops.test_conv import close, problem
 from tolerances import SHORT_SUM_FLOAT16, SHORT_SUM_FLOAT32
@@ -44,11 +45,9 @@ def definition(x, weight, bias, window, slots, tree, activation="silu"):
 
 
 @pytest.fixture
-def unchecked():
+def unchecked(monkeypatch):
     """Shapes that annotations would refuse reach the checks that stand without them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def bits(x):
@@ -218,22 +217,20 @@ class TestTables:
 
     def test_the_same_buffers_with_other_trees(self):
         """As a graph replays: 4 sequences, then 2, then 4, then 1, in buffers of 4. Nothing of the last step shows."""
-        bound = 20
-        weight, window = narrow([SHAPES["root"]] * 5)[1], narrow([SHAPES["root"]] * 5)[3]
-        x, out = torch.full((2, bound, 6), torch.nan, device=DEVICE)
-        held = pack([SHAPES["root"]] * 4, num_rows=bound, device=DEVICE).tables._replace(max_rows=bound)
-        slots = torch.full((4,), -1, device=DEVICE)
+        bucket, weight = Bucket(4, 20, max_rows=8, device=DEVICE), narrow([SHAPES["root"]])[1]
+        window = narrow([SHAPES["root"]] * 5)[3]
+        x, out = torch.full((2, 20, 6), torch.nan, device=DEVICE)
         for seed, count in enumerate((4, 2, 4, 1)):
             shapes = [[*BATCH, SHAPES["chain 3"]][(seq + seed) % 4] for seq in range(count)]
-            tree = pack(shapes, num_rows=bound, device=DEVICE)
-            new = tree.tables
-            held.cu_rows.fill_(int(new.cu_rows[-1]))
-            for mine, theirs in zip(held[:4], new[:4], strict=True):
-                mine[: len(theirs)] = theirs
-            slots.fill_(-1)[:count] = torch.randperm(5, generator=torch.Generator().manual_seed(seed))[:count]
-            x.copy_(narrow(shapes, seed=seed, num_rows=bound)[0])
-            verify(x, weight, None, window, slots, held, out=out)
-            close(out, definition(x, weight, None, window, slots[:count], tree), SHORT_SUM_FLOAT32)
+            slots = torch.randperm(5, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+            tree = bucket.fill(shapes, slots, [[0]] * count)
+            x.copy_(narrow(shapes, seed=seed, num_rows=20)[0])
+            want = window.clone()
+            verify(x, weight, None, window, bucket.slots, bucket.tables, out=out)
+            close(out, definition(x, weight, None, window, bucket.slots[:count], tree), SHORT_SUM_FLOAT32)
+            commit(window, bucket.slots, x, bucket.paths)
+            conv.commit(want, bucket.slots[:count], x, pack_paths(tree, [[0]] * count))
+            assert torch.equal(window, want)
 
     def test_slots_outside_the_pool_are_inert(self):
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=4)
