@@ -368,6 +368,17 @@ def test_what_the_kernels_lack_is_refused():
         conv.commit(window, slots, x, path, backend="triton")
 
 
+def test_tables_whose_entries_lie_apart_are_refused():
+    x, weight, bias, window, slots, tree = narrow([SHAPES["chain 3"]])
+    for name in ("parents", "seq_of_row", "cu_rows"):
+        apart = torch.stack([getattr(tree.tables, name)] * 2, 1)[:, 0]
+        with pytest.raises(UnsupportedError, match=name):
+            conv.verify(x, weight, bias, window, slots, tree.tables._replace(**{name: apart}), backend="triton")
+    path = pack_paths(tree, [[0, 1]]).tables
+    with pytest.raises(UnsupportedError, match="rows"):
+        conv.commit(window, slots, x, path._replace(rows=torch.stack([path.rows] * 2, 2)[..., 0]), backend="triton")
+
+
 def test_a_device_without_kernels_is_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(BackendError, match="cpu"):

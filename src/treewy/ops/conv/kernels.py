@@ -197,6 +197,7 @@ def verify(
     if isinstance(tree, PackedTree):
         check_slots(slots, window.shape[0])
         tree = tree.tables
+    _refuse_apart(parents=tree.parents, seq_of_row=tree.seq_of_row, cu_rows=tree.cu_rows)
     _refuse_unsupported(weight.shape[1], out, x, weight, window, *([] if bias is None else [bias]))
     blocks = next(blocks for least, blocks in reversed(BLOCKS.items()) if x.shape[0] >= least)
     _convolve(x, weight, bias, window, slots, tree, activation, out, blocks)
@@ -214,10 +215,10 @@ def _convolve(
     blocks: Blocks,
 ) -> None:
     num_rows, channels = x.shape
-    block_channels = min(blocks.channels, triton.next_power_of_2(channels))
+    block_channels = min(blocks.channels, _power_of_2(channels))
     launch(
         convolve_paths,
-        (triton.cdiv(num_rows, blocks.rows), triton.cdiv(channels, block_channels)),
+        (-(-num_rows // blocks.rows), -(-channels // block_channels)),
         *(out, x, weight, bias, window, slots, tree.parents, tree.seq_of_row, tree.cu_rows),
         *(num_rows, window.shape[0], channels),
         *(*out.stride(), *x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0)),
@@ -236,18 +237,19 @@ def commit(window: Tensor, slots: Int[Tensor, "B"], x: Tensor, path: PackedPath 
     if isinstance(path, PackedPath):
         check_slots(slots, window.shape[-3])
         path = path.tables
+    _refuse_apart(rows=path.rows[:1])
     *layers, num_slots, places, channels = window.shape
     _refuse_unsupported(places + 1, window, x)
-    block_channels = min(COMMIT_CHANNELS, triton.next_power_of_2(channels))
+    block_channels = min(COMMIT_CHANNELS, _power_of_2(channels))
     # One layer needs no stride; 0 is divisible by 16 whatever the number of slots and rows is.
     strides = (*window.stride(), *x.stride()) if layers else (0, *window.stride(), 0, *x.stride())
     launch(
         shift_windows,
-        (slots.shape[0], triton.cdiv(channels, block_channels), *(layers or (1,))),
+        (slots.shape[0], -(-channels // block_channels), *(layers or (1,))),
         *(window, x, slots, path.rows, path.lengths, num_slots, x.shape[-2], path.rows.shape[1], channels),
         *(*strides, slots.stride(0), path.rows.stride(0), path.lengths.stride(0)),
         W1=places,
-        BW=triton.next_power_of_2(places),
+        BW=_power_of_2(places),
         BC=block_channels,
         num_warps=COMMIT_WARPS,
     )
@@ -274,6 +276,19 @@ def warm(facts: Facts) -> None:
         for taps in (weight, weight.T.contiguous().T):
             _convolve(x, taps, bias, window, slots, tree, "silu", out, blocks)
     commit(window, slots, x, PathTables(none[:1], none[0]))
+
+
+def _power_of_2(number: int) -> int:
+    """Return the least power of 2 that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _refuse_apart(**tables: Tensor) -> None:
+    for name, table in tables.items():
+        if not table.is_contiguous():
+            raise UnsupportedError(
+                f"Entries of {name} must lie side by side for the kernel; got strides {table.stride()}. Pass a contiguous table."
+            )
 
 
 def _refuse_unsupported(width: int, *operands: Tensor) -> None:

@@ -97,4 +97,4 @@ def warm(facts: Facts) -> None:
 
 
 def _grid(slots: Tensor) -> tuple[int]:
-    return (triton.cdiv(slots.shape[0], BLOCK),)
+    return (-(-slots.shape[0] // BLOCK),)
