@@ -123,11 +123,14 @@ class TestVerify:
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5, num_rows=13)
         want = verify(x, weight, bias, window, slots, tree)
         window[[0, 2, 4]], x[5], x[10:] = poison, poison, poison
-        out = torch.full_like(x, 7.0)
+        around = torch.full((16, 8), 7.0, device=DEVICE)
+        out = around[:13, :6]
         got = verify(x, weight, bias, window, slots, tree, out=out)
         assert got is out
         assert torch.equal(bits(got), bits(want))
         assert not got[[5, 10, 11, 12]].any()
+        assert (around[13:] == 7).all()
+        assert (around[:, 6:] == 7).all()
 
     def test_a_nan_stays_in_its_path(self):
         operands = narrow([SHAPES["chain 3"], SHAPES["scattered"]])
@@ -335,13 +338,16 @@ class TestCommit:
         path = pack_paths(tree, [[0, 3, 4], [], [0]])
         want = window.clone()
         commit(want, slots, x, path)
-        across = window.transpose(1, 2).contiguous().transpose(1, 2)
+        around = torch.full((3, 8, 4), 7.0, device=DEVICE).transpose(1, 2)
+        across = around[:, :3, :6].copy_(window)
         fused = torch.full((tree.num_rows, 20), torch.nan, device=DEVICE)
         fused[:, 4:16:2] = x
         table = path.tables
         spread = PathTables(torch.stack([table.rows, table.rows], 1)[:, 0], torch.stack([table.lengths] * 2, 1)[:, 1])
         commit(across, torch.stack([slots, slots], 1)[:, 0], fused[:, 4:16:2], spread)
         assert torch.equal(across, want)
+        assert (around[:, 3] == 7).all()
+        assert (around[..., 6:] == 7).all()
 
     @every_backend
     def test_refusals(self, backend, unchecked):
