@@ -65,6 +65,12 @@ def test_public_names_of_the_delta_rule() -> None:
     ]
 
 
+def test_public_names_of_the_convolution() -> None:
+    """Pinned, as engines of other people call them."""
+    assert treewy.ops.conv.__all__ == ["Split", "commit", "verify", "verify_split"]
+    assert treewy.ops.__all__ == ["Facts", "attention", "conv", "gdn", "warmup"]
+
+
 @pytest.mark.parametrize("name", ["cache", "draft", "engine", "hf", "model", "ops", "planner"])
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""

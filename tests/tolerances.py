@@ -28,6 +28,9 @@ FLOAT32_FLOOR = 2.0**-23
 # Rung 4: unit roundoff of bfloat16, 8 significant bits. Casting the output costs each element at most this, relative.
 BFLOAT16_ROUNDOFF = 2.0**-8
 
+# The same of float16, 11 significant bits.
+FLOAT16_ROUNDOFF = 2.0**-11
+
 # Long outputs: the state after hundreds of steps against the walk that rounds its state once per token.
 DRIFT_FACTOR = 2.0
 
@@ -41,6 +44,7 @@ SHORT_SUM_FLOAT32 = 2e-6
 
 # The same with bfloat16 in and out: inputs are quantised before, so only the one rounding of the output is left.
 SHORT_SUM_BFLOAT16 = SHORT_SUM_FLOAT32 + BFLOAT16_ROUNDOFF
+SHORT_SUM_FLOAT16 = SHORT_SUM_FLOAT32 + FLOAT16_ROUNDOFF
 
 # Gates and other scalars of a few float32 operations, against float64: an ulp.
 FLOAT32_ULP = 2.0**-23
