@@ -1,0 +1,186 @@
+"""Acceptance over tables in Triton: what is launched, and with which blocks."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from treewy.errors import ShapeError, UnsupportedError
+from treewy.ops.accept.drawing import accept_sampled_kernel
+from treewy.ops.accept.walking import accept_choices_kernel, accept_walk_kernel
+from treewy.ops.accept.philox import accept_uniforms_kernel
+from treewy.ops.accept.records import AcceptedTables, DrawnLaws, RequestLaws
+from treewy.ops.launch import launch
+from treewy.ops.tree.kernels import check_max_rows
+from treewy.packed import TreeTables
+from treewy.shapes import Tensor
+
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+# Tokens of a block, and its warps: 16 bytes of bfloat16 logits per thread.
+BLOCK, WARPS = 4096, 16
+# Blocks whose loads are in flight together: in a plain search for the largest logit, and where weights are summed.
+SEARCH_BLOCKS, SUM_BLOCKS = 8, 4
+UNIFORMS_BLOCK = 128
+
+
+class Split(NamedTuple):
+    """How a row of the vocabulary is read: `num_chunks` chunks of `blocks` blocks of `block` tokens."""
+
+    block: int
+    blocks: int
+    num_chunks: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels call them."""
+        return {"BV": self.block, "U": self.blocks, "NC": self.num_chunks}
+
+
+def split(vocab: int, blocks: int) -> Split:
+    """Return how to read a row of `vocab` tokens, at most `blocks` blocks at once."""
+    block = min(BLOCK, triton.next_power_of_2(max(vocab, 1)))
+    blocks = min(blocks, triton.cdiv(max(vocab, 1), block))
+    return Split(block, blocks, triton.cdiv(max(vocab, 1), block * blocks))
+
+
+def choices(logits: Tensor, tables: TreeTables | None, slots: Tensor | None, out: Tensor) -> None:
+    """See `api.choices`."""
+    check_logits(logits)
+    vocab = logits.shape[1]
+    launch(
+        accept_choices_kernel,
+        (logits.shape[0],),
+        logits,
+        None if tables is None else tables.seq_of_row,
+        _contiguous(slots),
+        out,
+        logits.stride(0),
+        HAS_TABLES=tables is not None,
+        HAS_SLOTS=slots is not None,
+        V=vocab,
+        **split(vocab, SEARCH_BLOCKS).constants,
+        num_warps=WARPS,
+    )
+
+
+def walk_choices(
+    tables: TreeTables, tokens: Tensor, choices: Tensor, slots: Tensor | None, out: AcceptedTables
+) -> None:
+    """See `api.walk_choices`."""
+    check_max_rows(tables.max_rows)
+    room = out.tokens.shape[1]
+    launch(
+        accept_walk_kernel,
+        (tables.num_seqs,),
+        *_tree(tables, tokens),
+        choices.contiguous(),
+        _contiguous(slots),
+        *_results(out),
+        tables.num_rows,
+        room,
+        HAS_SLOTS=slots is not None,
+        **_sizes(tables.max_rows, room),
+        num_warps=1,
+    )
+
+
+def sampled(
+    tables: TreeTables,
+    tokens: Tensor,
+    logits: Tensor,
+    laws: RequestLaws,
+    uniforms: Tensor,
+    drawn: DrawnLaws | None,
+    slots: Tensor | None,
+    weights: torch.dtype,
+    out: AcceptedTables,
+) -> None:
+    """See `api.sampled`."""
+    check_max_rows(tables.max_rows)
+    check_logits(logits)
+    vocab, room = logits.shape[1], out.tokens.shape[1]
+    parts = split(vocab, SUM_BLOCKS)
+    _check_rows_lie_together("uniforms", uniforms)
+    if drawn is not None:
+        _check_rows_lie_together("laws", drawn.laws)
+    launch(
+        accept_sampled_kernel,
+        (tables.num_seqs,),
+        *_tree(tables, tokens),
+        logits,
+        *(field.contiguous() for field in laws),
+        uniforms,
+        None if drawn is None else drawn.laws,
+        None if drawn is None else drawn.law_of_row.contiguous(),
+        _contiguous(slots),
+        *_results(out),
+        out.notes,
+        tables.num_rows,
+        room,
+        tables.max_rows,
+        logits.stride(0),
+        uniforms.stride(0),
+        0 if drawn is None else drawn.laws.stride(0),
+        HAS_LAWS=drawn is not None,
+        HAS_SLOTS=slots is not None,
+        **_sizes(tables.max_rows, room),
+        V=vocab,
+        **parts.constants,
+        BC=triton.next_power_of_2(parts.num_chunks),
+        DT=tl.float64 if weights == torch.float64 else tl.float32,
+        num_warps=WARPS,
+    )
+
+
+def uniforms(keys: Tensor, positions: Tensor, out: Tensor) -> None:
+    """See `api.uniforms`."""
+    num_seqs, num = out.shape
+    launch(
+        accept_uniforms_kernel,
+        (num_seqs, triton.cdiv(num, UNIFORMS_BLOCK)),
+        keys.contiguous(),
+        positions.contiguous(),
+        out,
+        num,
+        BU=UNIFORMS_BLOCK,
+        num_warps=4,
+    )
+
+
+def check_logits(logits: Tensor) -> None:
+    """Check that kernels can read these logits.
+
+    Raises:
+        UnsupportedError: their dtype is none that kernels read.
+        ShapeError: the logits of a row do not lie side by side.
+    """
+    if logits.dtype not in LOGITS:
+        raise UnsupportedError(
+            f"Kernels read float32, bfloat16 and float16 logits; got {logits.dtype}. Use backend='eager', or convert."
+        )
+    _check_rows_lie_together("logits", logits)
+
+
+def _check_rows_lie_together(name: str, rows: Tensor) -> None:
+    if rows.numel() and rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise ShapeError(
+            f"{name} must lie side by side within a row; got strides {rows.stride()}. Rows may lie apart; columns of a "
+            "transposed tensor may not. Call .contiguous()."
+        )
+
+
+def _tree(tables: TreeTables, tokens: Tensor) -> tuple[Tensor, ...]:
+    return tables.parents, tables.cu_rows, tables.seq_of_row, tokens.contiguous()
+
+
+def _results(out: AcceptedTables) -> tuple[Tensor, ...]:
+    return out.path.rows, out.tokens, out.path.lengths, out.endings, out.num_used
+
+
+def _sizes(max_rows: int, room: int) -> dict[str, int]:
+    return {"BT": triton.next_power_of_2(max(max_rows, 1)), "BP": triton.next_power_of_2(max(room, 1))}
+
+
+def _contiguous(slots: Tensor | None) -> Tensor | None:
+    return None if slots is None else slots.contiguous()
