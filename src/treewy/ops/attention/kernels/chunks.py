@@ -1,5 +1,7 @@
 """The kernel of one chunk: a tile of a tree's rows and query heads against a run of committed places."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -8,6 +10,7 @@ GRAIN = tl.constexpr(128)
 
 
 @triton.jit
+@no_type_check
 def chunk_len(length, MIN_PLACES: tl.constexpr, MAX_CHUNKS: tl.constexpr):
     """Return the places per chunk of a prefix: a function of its own length and of constants, of nothing else."""
     share = tl.cdiv(tl.cdiv(length, MAX_CHUNKS), GRAIN) * GRAIN
@@ -15,6 +18,7 @@ def chunk_len(length, MIN_PLACES: tl.constexpr, MAX_CHUNKS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def softmax_step(scores, top, total, acc, scale):
     """Take a tile of scores into the running softmax; return it with the tile's weights.
 
@@ -28,17 +32,19 @@ def softmax_step(scores, top, total, acc, scale):
 
 
 @triton.jit
+@no_type_check
 def not_finite(p_rows, m_rows, s_e, E: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr):
     """Return which rows hold a value that is not finite, in any of their E columns."""
     bad = tl.zeros_like(m_rows.to(tl.int32))
     for block in tl.static_range(NV):
         o_v = block * BV + tl.arange(0, BV)
         x = tl.load(p_rows[:, None] + o_v[None, :] * s_e, mask=m_rows[:, None] & (o_v < E)[None, :], other=0.0)
-        bad = tl.maximum(bad, tl.max(((x - x) != 0.0).to(tl.int32), 1))
+        bad = tl.maximum(bad, tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 1))
     return bad != 0
 
 
 @triton.jit
+@no_type_check
 def page_of(p_table, place, stable_x, num_pages, PAGE: tl.constexpr):
     """Return the page of each place, from a sequence's row of the table; always one of the pool."""
     column = 0 * place if PAGE == 0 else place // PAGE
@@ -47,6 +53,7 @@ def page_of(p_table, place, stable_x, num_pages, PAGE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def load_columns(p_rows, o_e, s_e, E: tl.constexpr, BE: tl.constexpr):
     """Load columns of rows; without a mask where the head dim fills its block."""
     p = p_rows[:, None] + o_e[None, :] * s_e
@@ -56,6 +63,7 @@ def load_columns(p_rows, o_e, s_e, E: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pages", "max_places", "num_queries"])
+@no_type_check
 def attend_chunks_kernel(
     q, k, v, keys, values, block_tables, lengths, cu_rows, cu_queries, ancestors, sums, tops, totals,
     scale, num_pages, max_places, num_queries,

@@ -1,5 +1,7 @@
 """The kernel that merges the chunks of each row by log-sum-exp."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ from treewy.ops.attention.kernels.chunks import chunk_len
 
 
 @triton.jit(do_not_specialize=["max_places", "num_queries"])
+@no_type_check
 def merge_chunks_kernel(
     sums, tops, totals, seq_of_query, lengths, out, scale, max_places, num_queries, so_n, so_h, so_e,
     HQ: tl.constexpr, E: tl.constexpr, BH: tl.constexpr, BE: tl.constexpr,

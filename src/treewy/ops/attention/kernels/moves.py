@@ -1,10 +1,13 @@
 """Kernels that move accepted keys and values to the places after the committed ones."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_pages", "max_places", "sr_b"])
+@no_type_check
 def commit_rows_kernel(
     k, v, keys, values, block_tables, lengths, rows, num_accepted, num_rows, num_pages, max_places, sr_b, sr_p,
     sk_n, sk_h, sk_e, sv_n, sv_h, sv_e,
@@ -32,6 +35,7 @@ def commit_rows_kernel(
 
 
 @triton.jit
+@no_type_check
 def find(p_table, place, there, num_pages, stable_x, PAGE: tl.constexpr):
     """Return the page of each place, the place within it, and whether the pool has that page."""
     column = 0 * place if PAGE == 0 else place // PAGE
@@ -41,6 +45,7 @@ def find(p_table, place, there, num_pages, stable_x, PAGE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pages", "max_places", "sr_b"])
+@no_type_check
 def compact_rows_kernel(
     keys, values, block_tables, lengths, cu_rows, rows, num_accepted, num_pages, max_places, sr_b, sr_p,
     skeys_x, skeys_m, skeys_h, skeys_e, svalues_x, svalues_m, svalues_h, svalues_e, stable_b, stable_x,
