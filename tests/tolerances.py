@@ -84,3 +84,6 @@ LAW_NEIGHBOURS = 1e-14
 # the output is cast; each costs at most one unit roundoff (2**-11 in float16, 2**-8 in bfloat16) of the largest value.
 ATTENTION_FLOAT16 = 2 * 2.0**-11
 ATTENTION_BFLOAT16 = 2 * 2.0**-8
+
+# The same in float32 on a GPU: three products of 11 significant bits each stand for one of float32, and lose its last bits.
+ATTENTION_FLOAT32 = 1e-5

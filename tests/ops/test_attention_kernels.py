@@ -1,5 +1,6 @@
 """Attention kernels in Triton's interpreter against eager and reference: every launch is counted."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ops.attention_compile import SHARED, compile_all
 from ops.problems import SHAPES
 from ops.test_attention import SCALE, close, make
 from tolerances import ATTENTION_FLOAT16, SHORT_SUM_FLOAT32
@@ -28,7 +30,7 @@ def launched(*names: str) -> Iterator[None]:
     """Assert that exactly these kernels ran, each once."""
     before = LAUNCHES.copy()
     yield
-    assert LAUNCHES - before == {name: 1 for name in names}
+    assert LAUNCHES - before == dict.fromkeys(names, 1)
 
 
 class Problem(NamedTuple):
@@ -219,9 +221,7 @@ class TestVerify:
         wide = torch.zeros(2, 100, dtype=torch.int32)
         wide[:, : table.shape[1]] = table
         strided = torch.stack([torch.full_like(lengths, 99), lengths], dim=1)[:, 1]
-        committed = Paged(
-            heads_first[:, :, 0], heads_first[:, :, 1], wide[:, : table.shape[1]], strided.contiguous()
-        )
+        committed = Paged(heads_first[:, :, 0], heads_first[:, :, 1], wide[:, : table.shape[1]], strided.contiguous())
         views = Problem(fused[:, :4], fused[:, 4:6], fused[:, 6:], committed, problem.tree)
         out = torch.zeros(9, 16, 4).transpose(1, 2)
         assert torch.equal(views.verify(out=out), want)
@@ -303,7 +303,9 @@ class TestPlainPools:
         problem.keys[2], problem.values[4], problem.keys[3, 5:] = torch.nan, torch.nan, torch.nan
         if first is not None:
             starts, sizes = problem.tree.starts, problem.tree.sizes
-            asking = [start + row for start, size, at in zip(starts, sizes, first, strict=False) for row in range(at, size)]
+            asking = [
+                start + row for start, size, at in zip(starts, sizes, first, strict=False) for row in range(at, size)
+            ]
             problem = problem._replace(q=problem.q[[*asking, 22, 23]])
         want = problem.verify(first_query=first)
         with launched("attend_chunks_kernel", "merge_chunks_kernel"):
@@ -315,7 +317,9 @@ class TestPlainPools:
         close(problem.verify(backend="triton"), problem.verify(), SHORT_SUM_FLOAT32)
 
     def test_commit(self):
-        problem = make([SHAPES["chain 3"], SHAPES["scattered"], SHAPES["root"]], [2, 5, 0], slots=[2, 0, -1], num_slots=3)
+        problem = make(
+            [SHAPES["chain 3"], SHAPES["scattered"], SHAPES["root"]], [2, 5, 0], slots=[2, 0, -1], num_slots=3
+        )
         problem = problem.to(torch.bfloat16)
         path = pack_paths(problem.tree, [[], [0, 3, 4], [0]])
         pools = [[x.clone() for x in (problem.keys, problem.values)] for _ in range(2)]
@@ -438,9 +442,9 @@ class TestCommit:
         keys[table[1, 0], 3] = before[table[1, 0], 3]
         assert torch.equal(keys.nan_to_num(7e3), before.nan_to_num(7e3))
         for backend in ("eager", "reference"):
-            with pytest.raises(CapacityError, match="Places|page"):
+            with pytest.raises(CapacityError, match=r"Places|page"):
                 attention.commit_paged(committed, problem.k, problem.v, path.tables, backend=backend)
-            with pytest.raises(CapacityError, match="Places|page"):
+            with pytest.raises(CapacityError, match=r"Places|page"):
                 attention.compact_paged(committed, problem.tree.tables, path.tables, backend=backend)
 
     @pytest.mark.parametrize("pool", [torch.float16, torch.float32])
@@ -513,8 +517,16 @@ class TestGeometry:
         assert (large.pairs, large.columns) == (128, 256)
 
     def test_chunks_cover_every_length(self):
+        chunking = geometry.CHUNKING
         for length in (0, 1, 1023, 1024, 1025, 16384, 16385, 40000, 10**6):
-            chunking = geometry.CHUNKING
-            share = -(-(-(-length // chunking.max_chunks)) // 128) * 128
-            per_chunk = max(share, chunking.min_places)
-            assert max(1, -(-length // per_chunk)) <= chunking.num_chunks(length)
+            share = math.ceil(math.ceil(length / chunking.max_chunks) / 128) * 128
+            needed = math.ceil(length / max(share, chunking.min_places))
+            assert max(1, needed) <= chunking.num_chunks(length)
+
+
+def test_every_kernel_compiles_for_three_generations():
+    """Within the shared memory of each; smaller GPUs get smaller blocks."""
+    figures = compile_all()
+    kernels = {"attend_chunks_kernel", "merge_chunks_kernel", "commit_rows_kernel", "compact_rows_kernel"}
+    assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}
+    assert not [one for one in figures if one.shared > SHARED[one.arch]]

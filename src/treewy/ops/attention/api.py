@@ -48,9 +48,7 @@ def verify(
     """
     first = [0] * tree.num_seqs if first_query is None else list(first_query)
     _check(q, k, v, keys, values, slots, lengths, tree, first)
-    return implementation("attention.verify", backend).verify(
-        q, k, v, keys, values, slots, lengths, tree, scale, first
-    )
+    return implementation("attention.verify", backend).verify(q, k, v, keys, values, slots, lengths, tree, scale, first)
 
 
 def commit(

@@ -27,7 +27,9 @@ def verify_paged(
     kernels: one captured graph serves every tree, table and length within the buffers' bounds. A row's bits depend on
     its own operands, prefix and tree, and not on the batch, its neighbours, padding or those bounds.
 
-    A draft row whose key or value is not finite spoils the rows that see it, whole, and no other. Rows past `tree.cu_rows[-1]` and rows of sequences of length -1 become zero, and nothing is read for them.
+    A draft row whose key or value is not finite spoils the rows that see it, whole, and no other. Rows past
+    `tree.cu_rows[-1]` and rows of sequences of length -1 become zero, and nothing is read for them: a call whose
+    lengths are all -1 compiles what a step of its shapes needs, and does nothing else.
 
     Kernels cannot check what lies on the device. They never leave the pools: a length past the table's end counts as the
     end, and a page outside the pool, within a sequence's length, for one inside: the rows of that sequence are then
@@ -157,4 +159,3 @@ def _check_sequences(committed: Paged, given: int, name: str) -> None:
             f"The {name} must have the {committed.lengths.shape[0]} sequences of the tables; got {given}. "
             "Pad the tables with length -1 or the batch with sequences without rows."
         )
-

@@ -51,7 +51,7 @@ class Workspace(NamedTuple):
     totals: Float[Tensor, "chunks N HQ"]
 
 
-def check_places(committed: Paged, seq: int, start: int, stop: int) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
+def check_places(committed: Paged, seq: int, start: int, stop: int) -> tuple[Int[Tensor, "P"], Int[Tensor, "P"]]:
     """Return page and place in it of a sequence's places from `start` to `stop`, checked on the host.
 
     Raises:

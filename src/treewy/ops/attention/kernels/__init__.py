@@ -94,9 +94,7 @@ def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
     )
 
 
-def workspace(
-    num_rows: int, num_heads: int, head_dim: int, max_places: int, device: torch.device | str
-) -> Workspace:
+def workspace(num_rows: int, num_heads: int, head_dim: int, max_places: int, device: torch.device | str) -> Workspace:
     """See `api.workspace`."""
     shape = (shapes.CHUNKING.num_chunks(max_places), num_rows, num_heads)
     empty = [torch.empty(*shape, *tail, dtype=torch.float32, device=device) for tail in ((head_dim,), (), ())]
@@ -132,7 +130,6 @@ def _attend(
     out: Tensor,
     scratch: Workspace | None,
     page: int,
-    blocks: shapes.Geometry | None = None,
 ) -> None:
     keys, values, table, lengths = committed
     num_queries, num_heads, head_dim = q.shape
@@ -145,17 +142,16 @@ def _attend(
     _check_scratch(scratch, (num_chunks, num_queries, num_heads), head_dim)
     num_pairs = tree.max_rows * num_heads // num_kv_heads
     made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_chunks, head_dim, q.dtype)
-    blocks = shapes.geometry(made_for, shapes.gpu_of(q.device)) if blocks is None else blocks
+    blocks = shapes.geometry(made_for, shapes.gpu_of(q.device))
     block = shapes.block_of(head_dim)
     # exp(x) = exp2(x * log2(e))
     scale = scale * math.log2(math.e)
-    cut = {"NUM_CHUNKS": num_chunks, "MIN_PLACES": shapes.CHUNKING.min_places, "MAX_CHUNKS": shapes.CHUNKING.max_chunks}
     num_tiles = -(-num_pairs // blocks.pairs) * (block // blocks.columns)
     launch(
         attend_chunks_kernel,
         (num_tiles, num_kv_heads * num_chunks, tree.num_seqs if num_queries else 0),
         *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
-        *(scale, keys.shape[0], max_places, num_queries),
+        *(scale, keys.shape[0], max_places, num_queries, num_chunks, *shapes.CHUNKING),
         *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
         *tree.ancestors.stride(),
         HK=num_kv_heads,
@@ -168,7 +164,6 @@ def _attend(
         BV=blocks.columns,
         NV=block // blocks.columns,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        **cut,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -176,12 +171,12 @@ def _attend(
     launch(
         merge_chunks_kernel,
         (num_queries, -(-num_heads // heads_at_once)),
-        *(*scratch, asking.seq, lengths, out, scale, max_places, num_queries, *out.stride()),
+        *(*scratch, asking.seq, lengths, out, scale, max_places, num_queries, *shapes.CHUNKING, *out.stride()),
         HQ=num_heads,
         E=head_dim,
         BH=heads_at_once,
         BE=block,
-        **cut,
+        NUM_CHUNKS=num_chunks,
         num_warps=4,
     )
 

@@ -109,8 +109,9 @@ def geometry(launch: Launch, gpu: Gpu) -> Geometry:
     big = launch.num_pairs > 64 and launch.programs(128) >= gpu.num_sms
     pairs = 128 if big else 64
     columns = _columns(block, launch.programs(pairs), gpu.num_sms)
-    stages = 3 if block < 256 or pairs == 64 else 2
-    return Geometry(pairs, 64, columns, num_warps=8, num_stages=stages)
+    if big:
+        return Geometry(128, 64, columns, num_warps=8, num_stages=2 if block == 256 else 3)
+    return Geometry(64, 64, columns, num_warps=4, num_stages=3)
 
 
 def _columns(block: int, programs: int, num_sms: int) -> int:

@@ -8,12 +8,13 @@ import triton.language as tl
 from treewy.ops.attention.kernels.chunks import chunk_len
 
 
-@triton.jit(do_not_specialize=["max_places", "num_queries"])
+@triton.jit(do_not_specialize=["max_places", "num_queries", "min_places", "max_chunks"])
 @no_type_check
 def merge_chunks_kernel(
-    sums, tops, totals, seq_of_query, lengths, out, scale, max_places, num_queries, so_n, so_h, so_e,
+    sums, tops, totals, seq_of_query, lengths, out, scale, max_places, num_queries, min_places,
+    max_chunks, so_n, so_h, so_e,
     HQ: tl.constexpr, E: tl.constexpr, BH: tl.constexpr, BE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, MIN_PLACES: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Merge one row's chunks for BH query heads; a row without a live sequence becomes zero.
 
@@ -24,7 +25,7 @@ def merge_chunks_kernel(
     i_seq = tl.load(seq_of_query + i_query)
     length = tl.load(lengths + tl.maximum(i_seq, 0), mask=i_seq >= 0, other=-1).to(tl.int32)
     length = tl.minimum(length, max_places)
-    num_chunks = tl.maximum(tl.cdiv(length, chunk_len(length, MIN_PLACES, MAX_CHUNKS)), 1)
+    num_chunks = tl.maximum(tl.cdiv(length, chunk_len(length, min_places, max_chunks)), 1)
     num_chunks = tl.where(length < 0, 0, num_chunks)
 
     head = i_block * BH + tl.arange(0, BH)

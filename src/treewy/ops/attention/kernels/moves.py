@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_pages", "max_places", "sr_b"])
+@triton.jit(do_not_specialize=["num_rows", "num_pages", "max_places", "sr_b", "stable_b"])
 @no_type_check
 def commit_rows_kernel(
     k, v, keys, values, block_tables, lengths, rows, num_accepted, num_rows, num_pages, max_places, sr_b, sr_p,
@@ -26,7 +26,7 @@ def commit_rows_kernel(
     if (row < 0) | (row >= num_rows) | (page < 0) | (page >= num_pages):
         return
     within = (place if PAGE == 0 else place % PAGE).to(tl.int64)
-    o_h, o_e = tl.arange(0, BH)[:, None], tl.arange(0, BE)[None, :]
+    o_h, o_e = tl.arange(0, BH)[:, None].to(tl.int64), tl.arange(0, BE)[None, :]
     mask = (o_h < HK) & (o_e < E)
     b_k = tl.load(k + row * sk_n + o_h * sk_h + o_e * sk_e, mask=mask)
     b_v = tl.load(v + row * sv_n + o_h * sv_h + o_e * sv_e, mask=mask)
@@ -44,7 +44,7 @@ def find(p_table, place, there, num_pages, stable_x, PAGE: tl.constexpr):
     return page, within.to(tl.int64), there & (page >= 0) & (page < num_pages)
 
 
-@triton.jit(do_not_specialize=["num_pages", "max_places", "sr_b"])
+@triton.jit(do_not_specialize=["num_pages", "max_places", "sr_b", "stable_b"])
 @no_type_check
 def compact_rows_kernel(
     keys, values, block_tables, lengths, cu_rows, rows, num_accepted, num_pages, max_places, sr_b, sr_p,
@@ -56,7 +56,7 @@ def compact_rows_kernel(
     A path only ever moves towards the front: its i-th row is at least the tree's i-th. So blocks of BP rows go in
     order, each read whole before it is written.
     """
-    i_seq, i_head = tl.program_id(0), tl.program_id(1)
+    i_seq, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + i_seq).to(tl.int32)
     first_row = tl.load(cu_rows + i_seq)
     num_rows = tl.load(cu_rows + i_seq + 1) - first_row
