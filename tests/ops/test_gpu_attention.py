@@ -188,7 +188,7 @@ def test_one_graph_for_every_tree_length_and_table():
     """Captured on inert operands; every replay's bits are those of an uncaptured call with the step's own bounds."""
     rows, batch, columns, device = 64, 4, 1400, "cuda"
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 5000, 16, 2, 256, device=device, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 5600, 16, 2, 256, device=device, dtype=torch.bfloat16)
     q = torch.randn(batch * rows, 16, 256, device=device, dtype=torch.bfloat16)
     k, v = torch.randn(2, batch * rows, 2, 256, device=device, dtype=torch.bfloat16)
     empty = pack([], num_rows=batch * rows, device=device).tables
@@ -233,7 +233,7 @@ def test_one_graph_for_every_tree_length_and_table():
         tables.ancestors.zero_()
         tables.ancestors[:, : packed.tables.ancestors.shape[1]].copy_(packed.tables.ancestors)
         lengths.copy_(torch.tensor(given))
-        table.copy_(torch.randperm(5000)[: batch * 1250].view(batch, 1250).repeat(1, 2)[:, :columns])
+        table.copy_(torch.randperm(5600).view(batch, columns))
         chosen = pack_paths(packed, [tree.path(tree.num_rows - 1)[:16] for tree in trees])
         path.rows.zero_()
         path.rows[:, : chosen.tables.rows.shape[1]].copy_(chosen.tables.rows)
