@@ -83,3 +83,11 @@ LAW_ROUNDING = 1e-13
 
 # The same row's law in another batch: its sums may be taken in another order. Seen: bit for bit equal on one thread.
 LAW_NEIGHBOURS = 1e-14
+
+# Attention kernels in 16 bits against float64 on the same operands: weights are rounded before they meet the values, and
+# the output is cast; each costs at most one unit roundoff (2**-11 in float16, 2**-8 in bfloat16) of the largest value.
+ATTENTION_FLOAT16 = 2 * 2.0**-11
+ATTENTION_BFLOAT16 = 2 * 2.0**-8
+
+# The same in float32 on a GPU: three products of 11 significant bits each stand for one of float32, and lose its last bits.
+ATTENTION_FLOAT32 = 1e-5
