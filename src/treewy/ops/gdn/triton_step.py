@@ -1,0 +1,211 @@
+"""The kernel of the gated delta rule: prior rows folded, read or appended, then one tree solved, per value head."""
+
+import triton
+import triton.language as tl
+
+from treewy.ops.gdn import triton_prior as prior
+from treewy.ops.gdn import triton_rows as solving
+from treewy.ops.gdn import triton_state as reading
+from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
+
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_slots"])
+def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows, num_slots, size):
+    """Do the step of one sequence, one value head and BV of its value channels; the last programs zero inert rows.
+
+    Without `tree` the step is that of the prior rows alone. `past` is (history, record, path).
+    """
+    pid = tl.program_id(0)
+    i_v, i_hv, i_b = pid % tl.cdiv(size.V, size.BV), pid // tl.cdiv(size.V, size.BV), 0
+    i_b = i_hv // size.HV
+    i_hv = i_hv % size.HV
+    o_v = i_v * size.BV + tl.arange(0, size.BV)
+    i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
+    live = (i_slot >= 0) & (i_slot < num_slots)
+    if tree is None:
+        if live:
+            commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size)
+    else:
+        first = tl.load(tree.cu_rows + i_b).to(tl.int32)
+        end = tl.load(tree.cu_rows + i_b + 1, mask=i_b < num_seqs, other=0).to(tl.int32)
+        if live:
+            verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size)
+        else:
+            zero_rows(out, first, tl.where(i_b < num_seqs, end, num_rows), i_hv, o_v, size)
+
+
+@triton.jit
+def zero_rows(out, first, end, i_hv, o_v, size):
+    """Write zeros to the outputs of rows that no live sequence owns."""
+    zeros = tl.zeros([16, size.BV], dtype=out.p.dtype.element_ty)
+    while first < end:
+        rows = first + tl.arange(0, 16)
+        p_o = out.p + rows.to(tl.int64)[:, None] * out.row + i_hv * size.V + o_v[None, :]
+        tl.store(p_o, zeros, mask=(rows < end)[:, None] & (o_v < size.V)[None, :])
+        first += 16
+
+
+@triton.jit
+def counts(past, at):
+    """Return how many rows the history and the path have."""
+    num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    if past[0] is not None:
+        num_kept = tl.load(past[0].lengths + at[1]).to(tl.int32)
+    if past[2] is not None:
+        num_accepted = tl.load(past[2].lengths + at[0]).to(tl.int32)
+    return num_kept, num_accepted
+
+
+@triton.jit
+def whether_folds(fold, count, i_b, size):
+    """Return whether this sequence has prior rows that go into the state."""
+    folds = count[0] + count[1] > 0
+    if size.fold == BY_TABLE:
+        folds = folds & (tl.load(fold + i_b) != 0)
+    if size.fold == NEVER:
+        folds = folds & (count[0] < 0)
+    return folds
+
+
+@triton.jit
+def append_path(past, newest, at, count, folds, i_v, o_v, size):
+    """Append the path to the history of a sequence that does not fold, if there is room."""
+    if past[0] is not None and past[2] is not None and size.fold != ALWAYS:
+        if (count[1] > 0) & (count[0] + count[1] <= size.C) & (folds == 0):
+            leads = (i_v == 0) & (at[3] % (size.HV // size.H) == 0), i_v == 0
+            prior.append(past, newest, at, count, o_v, leads, size)
+
+
+@triton.jit
+def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
+    """Fold or append the prior rows of a live sequence."""
+    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
+    count = counts(past, at)
+    folds = whether_folds(fold, count, i_b, size)
+    newest = prior.newest_decays(past, at, count, size)
+    append_path(past, newest, at, count, folds, i_v, o_v, size)
+    if size.fold != NEVER:
+        if folds:
+            reading.fold_all(state, past, newest, at, count, o_v, size)
+
+
+@triton.jit
+def grams(x, i_h, first, m_row, size):
+    """Return k . k and q . k of all rows, and what makes keys and queries unit length, times the queries' scale."""
+    keys_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
+    queries_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
+    key_squares, query_squares = tl.zeros([size.BT], dtype=tl.float32), tl.zeros([size.BT], dtype=tl.float32)
+    for i_k in tl.static_range(size.K // size.BK):
+        b_q = reading.row_block(x.q + i_h * x.q_head, x.q_row, first, m_row, i_k, size)
+        b_k = reading.row_block(x.k + i_h * x.k_head, x.k_row, first, m_row, i_k, size)
+        keys_keys += reading.product(b_k, tl.trans(b_k), size)
+        queries_keys += reading.product(b_q, tl.trans(b_k), size)
+        b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
+        key_squares += tl.sum(b_k * b_k, axis=1)
+        query_squares += tl.sum(b_q * b_q, axis=1)
+    if x.a_log is None:
+        key_norms, query_norms = tl.full([size.BT], 1.0, tl.float32), tl.full([size.BT], 1.0, tl.float32)
+    else:
+        key_norms = tl.div_rn(1.0, tl.sqrt_rn(key_squares + L2_EPS))
+        query_norms = tl.div_rn(1.0, tl.sqrt_rn(query_squares + L2_EPS))
+    return keys_keys, queries_keys, key_norms, query_norms * size.scale
+
+
+@triton.jit
+def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size):
+    """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
+    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
+    # Before anything else, so that the state is on its way while the rows are solved among themselves.
+    blocks = reading.load_state(state, at, o_v, size)
+    count = counts(past, at)
+    folds = whether_folds(fold, count, i_b, size)
+    newest = prior.newest_decays(past, at, count, size)
+    append_path(past, newest, at, count, folds, i_v, o_v, size)
+
+    o_t = tl.arange(0, size.BT)
+    m_t = o_t < end - first
+    first = first.to(tl.int64)
+    keys_keys, queries_keys, key_norms, query_norms = grams(x, at[2], first, m_t, size)
+    b_g, b_beta = solving.gates(x, first, m_t, i_hv, size)
+    m_ancestors = solving.ancestor_mask(tree, first, m_t, size.BT)
+    m_strict = m_ancestors & (o_t[:, None] != o_t[None, :])
+    coarse, fine = solving.path_sums(b_g, m_ancestors)
+    ratios = solving.decay_ratios(coarse, fine, m_ancestors) * key_norms[None, :]
+    # Masked by value: what is not finite in another branch stays there.
+    couplings = tl.where(m_strict, (b_beta * key_norms)[:, None] * ratios * keys_keys, 0.0)
+    scores = tl.where(m_ancestors, query_norms[:, None] * ratios * queries_keys, 0.0)
+
+    # Channels first, so that the state is the left operand: its tiles are the large ones.
+    read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
+    read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
+    for i_k in tl.static_range(size.K // size.BK):
+        b_s = blocks[i_k]
+        if size.fold != NEVER:
+            if folds:
+                b_s = reading.folded(b_s, past, newest, at, count, o_v, i_k, size)
+                p_s, m_s = reading.state_block(state, at, o_v, i_k, size)
+                tl.store(p_s, b_s, mask=m_s)
+        b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_t, i_k, size)
+        b_q = reading.row_block(x.q + at[2] * x.q_head, x.q_row, first, m_t, i_k, size)
+        read_keys += reading.product(b_s, tl.trans(b_k), size)
+        read_queries += reading.product(b_s, tl.trans(b_q), size)
+    if size.fold != ALWAYS and past[0] is not None:
+        if (folds == 0) & (count[0] + count[1] > 0):
+            carried = tl.exp((newest[0] + newest[2]) + (newest[1] + newest[3]))
+            prior_keys, prior_queries = reading.read_prior(x, past, newest, at, count, o_v, first, m_t, size)
+            read_keys = carried * read_keys + prior_keys
+            read_queries = carried * read_queries + prior_queries
+
+    carried = tl.exp(coarse + fine)
+    m_o = (o_v < size.V)[:, None] & m_t[None, :]
+    b_v = tl.load(x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0).to(tl.float32)
+    residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
+    # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
+    bad = tl.max(tl.where(tl.abs(residual) < float("inf"), 0, 1), axis=0)
+    tainted = tl.max(tl.where(m_ancestors, bad[None, :], 0), axis=1) > 0
+    couplings = tl.where(tainted[:, None], 0.0, couplings)
+    residual = tl.where(tainted[None, :], 0.0, residual)
+    # The identity is added after the product, so that what a row has of itself is exact whatever the precision.
+    others = solving.inverse_less_one(couplings, m_strict, size.BT)
+    b_u = residual + solving.lower_product(residual, others, size)
+    b_o = (carried * query_norms)[None, :] * read_queries
+    b_o += solving.lower_product(b_u, scores, size)
+    nan = float("nan")
+    p_o = out.p + first * out.row + (o_t[None, :] * out.row + o_v[:, None] + i_hv * size.V)
+    tl.store(p_o, tl.where(tainted[None, :], nan, b_o).to(out.p.dtype.element_ty), mask=m_o)
+    p_u = record.u + first * record.u_row + (o_t[None, :] * record.u_row + o_v[:, None] + i_hv * size.V)
+    b_u = tl.where(tainted[None, :], nan, b_u * key_norms[None, :])
+    tl.store(p_u, b_u.to(record.u.dtype.element_ty), mask=m_o)
+    record_row(x, record, at, i_v, coarse, fine, first, m_t, size)
+
+
+@triton.jit
+def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
+    """Write the decays of a value head's rows, and the keys of a key head's; one program each."""
+    if i_v == 0:
+        high, low = solving.two_sum(coarse, fine)
+        o_t = tl.arange(0, size.BT)
+        tl.store(record.high + first * record.high_row + at[3] + o_t * record.high_row, high, mask=m_row)
+        tl.store(record.low + first * record.low_row + at[3] + o_t * record.low_row, low, mask=m_row)
+        if at[3] % (size.HV // size.H) == 0:
+            for i_k in tl.static_range(size.K // size.BK):
+                b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
+                o_k = (tl.arange(0, size.BK) + i_k * size.BK + at[2] * size.K)[None, :]
+                p_k = record.k + first * record.k_row + (o_t[:, None] * record.k_row + o_k)
+                tl.store(p_k, b_k.to(record.k.dtype.element_ty), mask=m_row[:, None])
+
+
+@triton.jit
+def gdn_lengths(lengths, slots, path_lengths, num_seqs, num_slots, BLOCK: tl.constexpr):
+    """Move the lengths of histories: by the paths that were appended, or to 0 where `path_lengths` is None."""
+    o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_slot = tl.load(slots + o_b, mask=o_b < num_seqs, other=-1).to(tl.int64)
+    live = (i_slot >= 0) & (i_slot < num_slots)
+    if path_lengths is None:
+        after = tl.zeros([BLOCK], dtype=lengths.dtype.element_ty)
+    else:
+        after = tl.load(lengths + i_slot, mask=live, other=0)
+        after += tl.load(path_lengths + o_b, mask=live, other=0).to(lengths.dtype.element_ty)
+    tl.store(lengths + i_slot, after, mask=live)
