@@ -1,0 +1,75 @@
+"""treewy's kernels as the benchmark calls them: a table of named ways to run a problem."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from treewy.bench.ops.problems import Problem
+from treewy.bench.ops.timing import Prepared
+from treewy.ops.gdn import Prior, Projections, Verified
+from treewy.packed import TreeTables
+from treewy.shapes import Tensor
+
+
+class Entry(Protocol):
+    """The serving entry of the gated delta rule: commit of the last step and verify of this one in a call."""
+
+    def __call__(
+        self,
+        x: Projections,
+        state: Tensor,
+        slots: Tensor,
+        tree: TreeTables,
+        *,
+        prior: Prior | None = None,
+        exact: bool = False,
+        out: Verified | None = None,
+        backend: str | None = None,
+    ) -> Verified:
+        """Take over what is prior, verify the rows of `x`, and return outputs and record."""
+        ...
+
+
+class Variant(NamedTuple):
+    """One of treewy's ways to do a step.
+
+    Attributes:
+        name: What the results call it.
+        run: Does one set of a problem; returns what it verified.
+        exact: Whether the exact mode's bounds hold for it.
+    """
+
+    name: str
+    run: Callable[[Problem, int], Verified]
+    exact: bool = False
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Return the calls of all sets."""
+        calls = [(lambda number=number: self.run(problem, number)) for number in range(problem.num_sets)]
+        return Prepared(calls, None, problem.bytes_per_seq)
+
+
+def variant(entry: Entry, backend: str, *, exact: bool = False, name: str = "treewy", **options: Any) -> Variant:
+    """Return the variant that calls the serving entry.
+
+    Args:
+        entry: `treewy.ops.gdn.commit_verify`.
+        backend: "triton" or "cuda".
+        exact: Exact mode.
+        name: What the results call it.
+        options: Further keywords of the entry.
+    """
+
+    def run(problem: Problem, number: int) -> Verified:
+        return entry(
+            problem.rows[number],
+            problem.state,
+            problem.slots[number],
+            problem.tree.tables,
+            prior=problem.priors[number],
+            exact=exact,
+            out=problem.outs[number],
+            backend=backend,
+            **options,
+        )
+
+    return Variant(name, run, exact)
