@@ -55,6 +55,7 @@ def test_public_names_of_the_delta_rule() -> None:
         "append",
         "commit",
         "commit_snapshots",
+        "commit_verify",
         "finish_gates",
         "fits",
         "fold",

@@ -1,8 +1,9 @@
-"""Gated delta rule over draft trees: verify reads; commit, append and fold write."""
+"""Gated delta rule over draft trees: verify reads; commit, append and fold write; commit_verify does a step's work."""
 
 from treewy.ops.gdn.api import append, commit, commit_snapshots, fits, fold, verify, verify_snapshots
 from treewy.ops.gdn.gates import finish_gates, l2_normalise, scale_queries
 from treewy.ops.gdn.records import History, Prior, Projections, Record, Snapshots, Verified
+from treewy.ops.gdn.serving import commit_verify
 
 __all__ = [
     "History",
@@ -14,6 +15,7 @@ __all__ = [
     "append",
     "commit",
     "commit_snapshots",
+    "commit_verify",
     "finish_gates",
     "fits",
     "fold",

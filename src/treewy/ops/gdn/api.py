@@ -4,6 +4,7 @@ import torch
 
 from treewy.errors import CapacityError, ShapeError
 from treewy.ops.dispatch import Implementations, select
+from treewy.ops.gdn.checks import check_history, check_record, check_state
 from treewy.ops.gdn.records import History, Record, Snapshots, Verified
 from treewy.ops.slots import check_slots, gather_slots
 from treewy.packed import PackedPath, PackedTree
@@ -47,7 +48,7 @@ def verify(
     """
     _check(q, k, v, g, beta, state, slots, tree)
     if history is not None:
-        _check_history(history, tuple(state.shape), num_heads=k.shape[1])
+        check_history(history, tuple(state.shape), num_heads=k.shape[1])
     implementation = _implementation("gdn.verify", backend)
     return implementation.verify(q, k, v, g, beta, state, slots, tree, out_dtype or v.dtype, history)
 
@@ -89,7 +90,7 @@ def commit(
     Source: eq. 6 of docs/theory.md.
     """
     _check_commit(state, slots, path)
-    _check_record(tuple(state.shape), record.k.shape[1], record, path)
+    check_record(record, tuple(state.shape), record.k.shape[1], path.tree.num_rows)
     _implementation("gdn.commit", backend).commit(state, slots, record, path)
 
 
@@ -141,9 +142,9 @@ def fold(
 
     Source: eq. 13 of docs/theory.md.
     """
-    _check_state(state)
+    check_state(state)
     num_heads = history.k.shape[2] if history.k.ndim == 4 else 0
-    _check_history(history, tuple(state.shape), num_heads)
+    check_history(history, tuple(state.shape), num_heads)
     _implementation("gdn.fold", backend).fold(state, slots, history)
 
 
@@ -193,25 +194,6 @@ def _check(
         )
 
 
-def _check_history(history: History, state_shape: tuple[int, ...], num_heads: int) -> None:
-    num_slots, value_heads, value_dim, key_dim = state_shape
-    rows = history.u.shape[1] if history.u.ndim > 1 else 0
-    decay = (num_slots, rows, value_heads)
-    expected = {
-        "u": (num_slots, rows, value_heads, value_dim),
-        "k": (num_slots, rows, num_heads, key_dim),
-        "decay_high": decay,
-        "decay_low": decay,
-        "lengths": (num_slots,),
-    }
-    given = {name: tuple(part.shape) for name, part in history._asdict().items()}
-    if given != expected or rows == 0 or num_heads == 0 or value_heads % num_heads:
-        raise ShapeError(
-            f"A history must have a row at least and fit the state and the key heads, {expected}; got {given}. Make it "
-            "for the same pool."
-        )
-
-
 def _check_append(history: History, slots: Tensor, record: Record, path: PackedPath) -> None:
     if history.u.ndim != 4 or history.k.ndim != 4:
         raise ShapeError(
@@ -219,8 +201,8 @@ def _check_append(history: History, slots: Tensor, record: Record, path: PackedP
             f"{tuple(history.k.shape)}. Pass the history of one layer."
         )
     num_heads, state_shape = history.k.shape[2], (history.u.shape[0], *history.u.shape[2:], history.k.shape[3])
-    _check_history(history, state_shape, num_heads)
-    _check_record(state_shape, num_heads, record, path)
+    check_history(history, state_shape, num_heads)
+    check_record(record, state_shape, num_heads, path.tree.num_rows)
     room = fits(history, slots, path)
     if not bool(room.all()):
         seq = int((~room).nonzero()[0])
@@ -240,26 +222,4 @@ def _check_one_slot_each(slots: Tensor, path: PackedPath) -> None:
 
 def _check_commit(state: Tensor, slots: Tensor, path: PackedPath) -> None:
     _check_one_slot_each(slots, path)
-    _check_state(state)
-
-
-def _check_state(state: Tensor) -> None:
-    if state.ndim != 4:
-        raise ShapeError(f"state must be [slots, heads, V, K]; got {tuple(state.shape)}. Pass the pool of one layer.")
-
-
-def _check_record(state_shape: tuple[int, ...], heads: int, record: Record, path: PackedPath) -> None:
-    rows, value_heads, value_dim, key_dim = path.tree.num_rows, *state_shape[1:]
-    decay = (rows, value_heads)
-    expected = {
-        "u": (rows, value_heads, value_dim),
-        "k": (rows, heads, key_dim),
-        "decay_high": decay,
-        "decay_low": decay,
-    }
-    given = {name: tuple(part.shape) for name, part in record._asdict().items()}
-    if given != expected or heads == 0 or value_heads % heads:
-        raise ShapeError(
-            f"A record must fit the tree and the state, {expected}; got {given}. Commit what verify returned for this "
-            "tree."
-        )
+    check_state(state)

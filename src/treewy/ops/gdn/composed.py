@@ -1,0 +1,118 @@
+"""The serving entry as its definition: the finished ops of an implementation, one after the other, checked on the host."""
+
+from types import ModuleType
+
+import torch
+
+from treewy.errors import CapacityError
+from treewy.ops.dispatch import compute_dtype
+from treewy.ops.gdn.gates import L2_EPS, finish_gates, l2_normalise, scale_queries
+from treewy.ops.gdn.records import History, Prior, Projections, Record, Verified
+from treewy.ops.slots import check_slots, gather_slots
+from treewy.packed import PackedTree, TreeTables, pack
+from treewy.shapes import Float, Int, Tensor
+from treewy.tree import DraftTree
+
+
+def commit_verify(
+    ops: ModuleType,
+    x: Projections,
+    state: Tensor,
+    slots: Tensor,
+    tree: TreeTables,
+    prior: Prior | None,
+    out: Verified,
+) -> None:
+    """See `serving.commit_verify`; `ops` is the sibling that folds and verifies."""
+    check_slots(slots, state.shape[0])
+    seqs = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), -1)
+    own, before = gather_slots(state, slots), None
+    if prior is not None:
+        before = _prior_rows(prior, slots, own, x.k.shape[1])
+        folds = (before.lengths > 0) & (prior.fold != 0 if prior.history is not None else True)
+        if prior.history is not None:
+            _append(prior.history, slots, before, ~folds)
+        ops.fold(own, torch.where(folds, seqs, -1), before)
+        state[slots[folds].long()] = own[folds]
+    packed, drawn = packed_tree(tree)
+    g, beta = finish_gates(x.a, x.b, x.a_log, x.dt_bias, beta_scale=x.beta_scale)
+    o, record = ops.verify(
+        scale_queries(x.q), l2_normalise(x.k), x.v, g, beta, own, seqs[drawn], packed, out.o.dtype, before
+    )
+    out.o.copy_(o)
+    inverse_norm = inverse_norms(x.k).repeat_interleave(x.v.shape[1] // x.k.shape[1], dim=1)
+    u = record.u * inverse_norm[..., None]
+    for buffer, part in zip(out.record, Record(u, x.k, record.decay_high, record.decay_low), strict=True):
+        buffer.copy_(part)
+
+
+def inverse_norms(k: Float[Tensor, "N H K"]) -> Float[Tensor, "N H"]:
+    """Return what `l2_normalise` multiplies each key by."""
+    wide = k if k.dtype == torch.float64 else k.float()
+    return torch.rsqrt(wide.square().sum(-1) + L2_EPS)
+
+
+def packed_tree(tree: TreeTables) -> tuple[PackedTree, Int[Tensor, "A"]]:
+    """Return the trees as the host knows them, without sequences that have no rows, and which sequences those are not."""
+    bounds, parents = tree.cu_rows.tolist(), tree.parents.tolist()
+    drawn = [seq for seq in range(tree.num_seqs) if bounds[seq + 1] > bounds[seq]]
+    trees = [DraftTree(parents[bounds[seq] : bounds[seq + 1]]) for seq in drawn]
+    packed = pack(trees, num_rows=tree.num_rows, device=tree.device)
+    return packed, torch.tensor(drawn, dtype=torch.int64, device=tree.device)
+
+
+def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num_heads: int) -> History:
+    """Return each sequence's prior rows, with log decays counted from its checkpoint, as a history of its own."""
+    history, record, path = prior.history, prior.record, prior.path
+    places = 0 if history is None else history.num_rows
+    pending = 0 if path is None else path.rows.shape[1]
+    batch, value_heads, value_dim, key_dim = own.shape
+    size, dtype = (batch, max(1, places + pending)), compute_dtype(own)
+    before = History(
+        own.new_zeros(*size, value_heads, value_dim, dtype=dtype),
+        own.new_zeros(*size, num_heads, key_dim, dtype=dtype),
+        own.new_zeros(*size, value_heads, dtype=torch.float64),
+        own.new_zeros(*size, value_heads, dtype=torch.float64),
+        torch.zeros(batch, dtype=torch.int64, device=own.device),
+    )
+    kept = [0] * batch if history is None else gather_slots(history.lengths, slots).tolist()
+    accepted = [0] * batch if path is None else path.lengths.tolist()
+    for seq, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        start, end = kept[seq], kept[seq] + accepted[seq]
+        if history is not None:
+            for part, mine in zip(history[:4], before[:4], strict=True):
+                mine[seq, :start] = part[slot, :start]
+        if record is not None and path is not None:
+            rows = path.rows[seq, : accepted[seq]].long()
+            for part, mine in zip(record, before[:4], strict=True):
+                mine[seq, start:end] = part[rows]
+        before.lengths[seq] = end
+        newest = before.decay_high[seq, start - 1] + before.decay_low[seq, start - 1] if start else 0.0
+        log_decay = before.decay_high[seq] + before.decay_low[seq]
+        log_decay[start:end] += newest
+        before.decay_high[seq], before.decay_low[seq] = log_decay, 0.0
+    return before
+
+
+def _append(history: History, slots: Tensor, before: History, chosen: Tensor) -> None:
+    """Write the prior rows of chosen sequences that their histories lack."""
+    kept, ends = gather_slots(history.lengths, slots).tolist(), before.lengths.tolist()
+    moves = [
+        (seq, slot, slice(kept[seq], ends[seq]))
+        for seq, (slot, taken) in enumerate(zip(slots.tolist(), chosen.tolist(), strict=True))
+        if taken and slot >= 0
+    ]
+    for _, slot, rows in moves:
+        if rows.stop > history.num_rows:
+            raise CapacityError(
+                f"A history must have room for its path; slot {slot} holds {rows.start} of {history.num_rows} rows and the "
+                f"path has {rows.stop - rows.start}. Set fold for this sequence."
+            )
+    for seq, slot, rows in moves:
+        history.u[slot, rows] = before.u[seq, rows].to(history.u.dtype)
+        history.k[slot, rows] = before.k[seq, rows].to(history.k.dtype)
+        log_decay, high = before.decay_high[seq, rows], history.decay_high[slot, rows]
+        high.copy_(log_decay)
+        history.decay_low[slot, rows] = (log_decay - high.double()).to(history.decay_low.dtype)

@@ -1,0 +1,149 @@
+"""The serving entry of the gated delta rule: what the last step accepted, and this step's trees, in one launch."""
+
+import torch
+
+from treewy.errors import ShapeError
+from treewy.ops.dispatch import Implementations, compute_dtype, select
+from treewy.ops.gdn import composed
+from treewy.ops.gdn.checks import check_history, check_record, check_state
+from treewy.ops.gdn.records import Prior, Projections, Record, Verified
+from treewy.packed import TreeTables
+from treewy.shapes import Float, Int, Tensor
+
+
+def commit_verify(
+    x: Projections,
+    state: Float[Tensor, "S HV V K"],
+    slots: Int[Tensor, "B"],
+    tree: TreeTables,
+    *,
+    prior: Prior | None = None,
+    exact: bool = False,
+    out: Verified | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """Commit the last step's paths, then run the gated delta rule down every root path of this step's trees.
+
+    The prior rows of a sequence are its slot's history, then its path. `prior.fold` says what becomes of them. Where it is
+    not 0 they go into the state, rounded once, and the tree is verified from there. Where it is 0 the state stays, the tree
+    is verified from state and prior rows, and the path's rows are appended to the history. Either way
+    `history.lengths` stays as it was: all layers of a model share one, so whoever runs the step moves it, once, after
+    the last layer. A sequence without prior rows changes nothing, bit for bit.
+
+    Norms of q and k, the scale K ** -0.5 of q and the gates are taken here, in float32.
+
+    Args:
+        x: The rows as convolution and projections leave them.
+        state: Pool of committed states.
+        slots: Pool slot of each sequence, no slot twice; -1 makes its rows inert: zeros out, nothing read or written.
+        tree: The trees. Rows past them are inert. A sequence may have no rows: then its prior rows are committed and that
+            is all.
+        prior: Committed rows that the state lacks; None if it lacks none. `prior.record` must not be `out.record`: a
+            caller alternates two.
+        exact: Whether products, solve and record keep float32's accuracy. If not, a kernel may run products in bfloat16
+            or tf32; eager and reference always keep it.
+        out: Buffers to write into; default: fresh ones. A fresh `o` has the dtype of x.v. A fresh record is float32, or
+            bfloat16 (u) where the state is bfloat16 and `exact` is not set.
+        backend: "eager" (default), "reference" or "triton". Kernels cannot check slots, which lie on the device: to them
+            a slot outside the pool is inert, and of a path that its history has no room for nothing is appended.
+
+    Returns:
+        `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;
+        its log decays count from the newest prior row. It is unspecified on inert rows.
+
+    Raises:
+        ShapeError: operands do not fit each other.
+        CapacityError: a slot is out of range or taken twice, or a history has no room for its path (eager, reference).
+
+    Source: eqs. 1, 2, 5-8 and 13-15 of docs/theory.md.
+    """
+    _check(x, state, slots, tree)
+    if prior is not None:
+        _check_prior(prior, state, slots, x.k.shape[1])
+    if out is None:
+        out = _fresh(x, state, exact=exact)
+    _check_out(out, x, state, prior)
+    from treewy.ops.gdn import eager, reference
+
+    implementation = select("gdn.commit_verify", Implementations(eager, reference, "treewy.ops.gdn.kernels"), backend)
+    if implementation in (eager, reference):
+        composed.commit_verify(implementation, x, state, slots, tree, prior, out)
+    else:
+        implementation.commit_verify(x, state, slots, tree, prior, out, exact)
+    return out
+
+
+def _fresh(x: Projections, state: Tensor, *, exact: bool) -> Verified:
+    wide = compute_dtype(x.q, x.k, x.v, state)
+    dtype = torch.bfloat16 if state.dtype == torch.bfloat16 and not exact else wide
+    decay = torch.empty(x.a.shape, dtype=wide, device=x.v.device)
+    u = torch.empty(x.v.shape, dtype=dtype, device=x.v.device)
+    k = torch.empty(x.k.shape, dtype=x.k.dtype, device=x.k.device)
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    return Verified(o, Record(u, k, decay, torch.empty_like(decay)))
+
+
+def _check(x: Projections, state: Tensor, slots: Tensor, tree: TreeTables) -> None:
+    check_state(state)
+    rows, value_heads = tree.num_rows, state.shape[1]
+    heads = x.k.shape[1] if x.k.ndim == 3 else 0
+    expected = {
+        "q": (rows, heads, state.shape[3]),
+        "k": (rows, heads, state.shape[3]),
+        "v": (rows, value_heads, state.shape[2]),
+        "a": (rows, value_heads),
+        "b": (rows, value_heads),
+        "a_log": (value_heads,),
+        "dt_bias": (value_heads,),
+    }
+    given = {name: tuple(getattr(x, name).shape) for name in expected}
+    if given != expected or heads == 0 or value_heads % heads:
+        raise ShapeError(
+            f"Projections must fit a tree of {rows} rows and a state {tuple(state.shape)}, {expected}, with HV a multiple "
+            f"of H; got {given}. Pack projections and tree from the same batch."
+        )
+    if tuple(slots.shape) != (tree.num_seqs,):
+        raise ShapeError(
+            f"slots must have one entry per sequence, {tree.num_seqs}; got shape {tuple(slots.shape)}. Pass the slots of "
+            "the sequences whose trees these are."
+        )
+
+
+def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> None:
+    batch = tuple(slots.shape)
+    if tuple(prior.fold.shape) != batch:
+        raise ShapeError(
+            f"fold must have one entry per sequence, {batch[0]}; got shape {tuple(prior.fold.shape)}. Fill it with ones "
+            "where there is no history."
+        )
+    if (prior.record is None) != (prior.path is None):
+        raise ShapeError(
+            f"A pending path must come with its record; got record {prior.record is not None} and path "
+            f"{prior.path is not None}. Pass both, or None for both."
+        )
+    if prior.history is not None:
+        check_history(prior.history, tuple(state.shape), num_heads)
+    if prior.record is not None and prior.path is not None:
+        check_record(prior.record, tuple(state.shape), num_heads, prior.record.u.shape[0])
+        if prior.path.rows.ndim != 2 or prior.path.rows.shape[:1] != batch or tuple(prior.path.lengths.shape) != batch:
+            raise ShapeError(
+                f"A path must be [B, P] rows and [B] lengths for {batch[0]} sequences; got {tuple(prior.path.rows.shape)} "
+                f"and {tuple(prior.path.lengths.shape)}. Pass the paths of the same sequences, in the same order."
+            )
+
+
+def _check_out(out: Verified, x: Projections, state: Tensor, prior: Prior | None) -> None:
+    record = out.record
+    if not isinstance(record, Record) or out.o.shape != x.v.shape:
+        raise ShapeError(
+            f"out must hold o {tuple(x.v.shape)} and a Record; got {tuple(out.o.shape)} and {type(record).__name__}. "
+            "Make it for this many rows."
+        )
+    check_record(record, tuple(state.shape), x.k.shape[1], x.v.shape[0])
+    if prior is not None and prior.record is not None and x.v.shape[0]:
+        for name, ours, theirs in zip(Record._fields, record, prior.record, strict=True):
+            if ours.data_ptr() == theirs.data_ptr():
+                raise ShapeError(
+                    f"A step must not overwrite the record it commits; {name} of out.record and of prior.record is one "
+                    "buffer. Alternate two."
+                )
