@@ -15,8 +15,11 @@ class Heads(NamedTuple):
     value_dim: int = 128
 
 
+QWEN_35B = Heads()
+
+
 class Work(NamedTuple):
-    """What one call does, summed over its sequences.
+    """What one call does, summed over its sequences; a mean where calls differ.
 
     Attributes:
         num_states: States read plus states written.
@@ -24,9 +27,9 @@ class Work(NamedTuple):
         num_prior_rows: Records read or written beside these: history, accepted paths and what joins a history.
     """
 
-    num_states: int
+    num_states: float
     num_rows: int
-    num_prior_rows: int
+    num_prior_rows: float
 
 
 def state_bytes(heads: Heads, element: int) -> int:
@@ -46,7 +49,7 @@ def row_bytes(heads: Heads, io: int = 2) -> int:
     return 2 * (values + keys) * io + 2 * heads.num_value_heads * FLOAT
 
 
-def floor_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> int:
+def floor_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> float:
     """Return the bytes that one call must move.
 
     Args:
@@ -60,7 +63,7 @@ def floor_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> int:
     return states + rows + work.num_prior_rows * record
 
 
-def snapshot_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> int:
+def snapshot_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> float:
     """Return the bytes of a call that writes a whole state for each of its rows and keeps no records."""
     states = (work.num_states + work.num_rows) * state_bytes(heads, element)
     return states + work.num_rows * row_bytes(heads, io)

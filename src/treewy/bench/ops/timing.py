@@ -23,12 +23,10 @@ class Prepared(NamedTuple):
 
     Attributes:
         calls: One per rotated set of operands, or one per set and step.
-        before: Run ahead of every replay, outside the clock: puts back what the calls moved on.
         bytes_per_seq: What one sequence keeps between steps: state, history and records, or snapshots.
     """
 
     calls: Sequence[Call]
-    before: Call | None = None
     bytes_per_seq: int = 0
 
 
@@ -62,8 +60,6 @@ class Replay:
         """Replay once and return the microseconds of one call, on average over the graph."""
         with torch.cuda.device(self._device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if self._prepared.before is not None:
-                self._prepared.before()
             start.record()
             self._graph.replay()
             end.record()
@@ -86,7 +82,7 @@ def replay_times(replays: Mapping[str, Callable[[], float]], num_replays: int = 
     return {name: Spread.of(samples) for name, samples in interleave(replays, num_replays).items()}
 
 
-def num_sets(bytes_per_call: int) -> int:
+def num_sets(bytes_per_call: float) -> int:
     """Return how many sets of operands calls must rotate over to find each of them cold, at least 2."""
     return max(2, math.ceil(ROTATION * L2_BYTES / bytes_per_call))
 

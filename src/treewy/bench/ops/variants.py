@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from treewy.bench.ops.problems import Problem
+from treewy.bench.ops.problems import Problem, Step
 from treewy.bench.ops.timing import Prepared
 from treewy.ops.gdn import Prior, Projections, Verified
 from treewy.packed import TreeTables
@@ -34,18 +34,18 @@ class Variant(NamedTuple):
 
     Attributes:
         name: What the results call it.
-        run: Does one set of a problem; returns what it verified.
+        run: Does one step of a problem; returns what it verified.
         exact: Whether the exact mode's bounds hold for it.
     """
 
     name: str
-    run: Callable[[Problem, int], Verified]
+    run: Callable[[Problem, Step], Verified]
     exact: bool = False
 
     def prepare(self, problem: Problem) -> Prepared:
-        """Return the calls of all sets."""
-        calls = [(lambda number=number: self.run(problem, number)) for number in range(problem.num_sets)]
-        return Prepared(calls, None, problem.bytes_per_seq)
+        """Return the calls of all steps."""
+        calls = [(lambda step=step: self.run(problem, step)) for step in problem.steps]
+        return Prepared(calls, problem.bytes_per_seq)
 
 
 def variant(entry: Entry, backend: str, *, exact: bool = False, name: str = "treewy", **options: Any) -> Variant:
@@ -59,15 +59,15 @@ def variant(entry: Entry, backend: str, *, exact: bool = False, name: str = "tre
         options: Further keywords of the entry.
     """
 
-    def run(problem: Problem, number: int) -> Verified:
+    def run(problem: Problem, step: Step) -> Verified:
         return entry(
-            problem.rows[number],
+            step.rows,
             problem.state,
-            problem.slots[number],
+            step.slots,
             problem.tree.tables,
-            prior=problem.priors[number],
+            prior=step.prior,
             exact=exact,
-            out=problem.outs[number],
+            out=step.out,
             backend=backend,
             **options,
         )
