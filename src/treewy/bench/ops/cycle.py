@@ -1,7 +1,7 @@
 """The steps that a history really goes through: it grows by what is accepted and is folded when it is full.
 
-Both rules are run on the same accepted lengths, and on from lengths that have settled: what a launch costs on average is
-then the average over the steps.
+Both rules are run on the same accepted lengths, from staggered starts, until they have settled: what a launch costs on
+average is then the average over the steps.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def accepted_lengths(seed: int, num_seqs: int) -> Array:
 
 def ring_cycle(accepted: Array) -> Cycle:
     """Return what treewy's ring does: a step takes the pending rows over, or folds if the history cannot hold them."""
-    held, lengths, fold = np.zeros_like(accepted[0]), np.empty_like(accepted), np.empty(accepted.shape, dtype=bool)
+    held, lengths, fold = _staggered(accepted), np.empty_like(accepted), np.empty(accepted.shape, dtype=bool)
     for step, pending in enumerate(accepted):
         lengths[step], fold[step] = held, held + pending > CAPACITY
         held = np.where(fold[step], 0, held + pending)
@@ -59,12 +59,17 @@ def u_cache_cycle(accepted: Array, num_rows: int) -> Cycle:
         accepted: As in `ring_cycle`.
         num_rows: Rows of a step; all of them join the cache before any is accepted.
     """
-    held, lengths, fold = np.zeros_like(accepted[0]), np.empty_like(accepted), np.empty(accepted.shape, dtype=bool)
+    held, lengths, fold = _staggered(accepted), np.empty_like(accepted), np.empty(accepted.shape, dtype=bool)
     for step, pending in enumerate(accepted):
         lengths[step] = held + pending
         fold[step] = lengths[step] > CAPACITY - num_rows
         held = np.where(fold[step], 0, lengths[step])
     return Cycle(lengths, accepted, fold)
+
+
+def _staggered(accepted: Array) -> Array:
+    """Return lengths to start from: steps vary so little that sequences which start alike fold together for long."""
+    return np.arange(accepted.shape[1]) % (CAPACITY - 3)
 
 
 def u_cache_bases(cycle: Cycle, num_places: int) -> Array:

@@ -61,9 +61,3 @@ def floor_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> float:
     record = record_bytes(heads, element, io)
     states, rows = work.num_states * state_bytes(heads, element), work.num_rows * (row_bytes(heads, io) + record)
     return states + rows + work.num_prior_rows * record
-
-
-def snapshot_bytes(heads: Heads, work: Work, element: int, io: int = 2) -> float:
-    """Return the bytes of a call that writes a whole state for each of its rows and keeps no records."""
-    states = (work.num_states + work.num_rows) * state_bytes(heads, element)
-    return states + work.num_rows * row_bytes(heads, io)

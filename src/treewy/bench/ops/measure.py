@@ -14,7 +14,7 @@ from treewy.bench.ops.rows import EXACT, FLOOR, Bar, Row
 from treewy.bench.ops.timing import NUM_REPLAYS, Prepared, Replay, replay_times
 from treewy.bench.ops.variants import Entry, variant
 from treewy.bench.timing import Spread, ratio
-from treewy.errors import BackendError
+from treewy.errors import TreeWYError
 
 Key = tuple[str, str, int, str, str]
 Replaying = Callable[[], float]
@@ -155,15 +155,12 @@ class Measurement:
         """Return what `make` does, or None with a note: one that cannot run must not take the others with it."""
         try:
             return make()
-        except BackendError as error:
-            result.note = str(error)
         except Exception as error:  # peers are foreign code, and a kernel may fail in any way
-            result.note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            result.note = described(error)
         result.is_fault = result.name.startswith("treewy")
         if self.setting.device.type == "cuda":
-            torch.cuda.synchronize(
-                self.setting.device
-            )  # raises if the device is beyond use: nothing after it would count
+            # Raises if the device is beyond use: nothing after it would count.
+            torch.cuda.synchronize(self.setting.device)
         return None
 
     def _judge(self, row: Row, bar: Bar, result: Result) -> Verdict:
@@ -193,6 +190,12 @@ def describe(case: Case) -> dict[str, Any]:
     """Return what was done, JSON-ready."""
     state = str(case.state).removeprefix("torch.")
     return {"policy": case.policy, "shape": case.shape, "batch_size": case.batch_size, "state": state}
+
+
+def described(error: Exception) -> str:
+    """Return an error in one line; treewy's own are one already."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, TreeWYError) else f"{type(error).__name__}: {text[:300]}"
 
 
 def _times(own: Spread, others: Mapping[str, Spread | None]) -> dict[str, float]:

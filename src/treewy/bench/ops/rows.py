@@ -11,13 +11,11 @@ from treewy.bench.ops.problems import Case
 FAST, EXACT, FLOOR = "treewy fast", "treewy exact", "floor"
 STATES = (torch.bfloat16, torch.float32)
 POLICIES = ("ring", "reconstruct")
-BATCH_SIZES = (1, 8, 32, 128)
 # Rows of a tree and the share of its floor that it must reach.
 FLOOR_SHARES = {"tree15": 0.75, "tree40": 0.70, "spine64": 0.65}
 # A single sequence's time over sglang's snapshot verify of a chain of 4.
 SINGLE_TIMES = {"chain4": 0.8, "tree15": 1.15, "tree40": 1.6, "spine64": 2.0}
 EXACT_TIMES = {"chain4": 1.3, "tree40": 2.5}
-STAGE_ROWS = (4, 8, 16, 32, 64, 128)
 
 
 class Bar(NamedTuple):

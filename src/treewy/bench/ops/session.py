@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from treewy.bench.environment import environment
-from treewy.bench.ops.measure import Measurement, Result, Setting
+from treewy.bench.ops.measure import Measurement, Result, Setting, described
 from treewy.bench.ops.precision import accuracy_results, drift_results
 from treewy.bench.ops.rows import ROWS, STATES
 from treewy.bench.ops.stages import stage_results
@@ -51,6 +53,9 @@ def results(
 ) -> Iterator[Result]:
     """Run units one after the other; yield every result as soon as it is known.
 
+    A unit that fails leaves a fault and the next one runs, unless the device is beyond use: then nothing after it would
+    count, and the run ends.
+
     Args:
         chosen: What `units` returned.
         setting: How to run them.
@@ -58,7 +63,13 @@ def results(
     """
     measurement = Measurement(setting)
     for unit in chosen:
-        yield from unit.run(measurement)
+        try:
+            yield from unit.run(measurement)
+        except Exception as error:  # whatever a kernel fails with, what was measured before must not be lost
+            yield Result(unit.name, {}, setting.backend, note=described(error), is_fault=True)
+            if not _is_usable(setting.device):
+                yield Result(unit.name, {}, setting.backend, note="the device is beyond use after this", is_fault=True)
+                return
         advance(unit.name)
 
 
@@ -71,6 +82,15 @@ def header(setting: Setting) -> dict[str, Any]:
         "backend": setting.backend,
         "num_replays": setting.num_replays,
     }
+
+
+def _is_usable(device: torch.device) -> bool:
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _units(name: str, batch_sizes: Sequence[int]) -> list[Unit]:

@@ -1,32 +1,14 @@
 """treewy's kernels as the benchmark calls them: a table of named ways to run a problem."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from treewy.bench.ops.problems import Problem, Step
 from treewy.bench.ops.timing import Prepared
-from treewy.ops.gdn import Prior, Projections, Verified
-from treewy.packed import TreeTables
-from treewy.shapes import Tensor
+from treewy.ops.gdn import Verified
 
-
-class Entry(Protocol):
-    """The serving entry of the gated delta rule: commit of the last step and verify of this one in a call."""
-
-    def __call__(
-        self,
-        x: Projections,
-        state: Tensor,
-        slots: Tensor,
-        tree: TreeTables,
-        *,
-        prior: Prior | None = None,
-        exact: bool = False,
-        out: Verified | None = None,
-        backend: str | None = None,
-    ) -> Verified:
-        """Take over what is prior, verify the rows of `x`, and return outputs and record."""
-        ...
+# `treewy.ops.gdn.commit_verify`, or what has its signature.
+Entry = Callable[..., Verified]
 
 
 class Variant(NamedTuple):
