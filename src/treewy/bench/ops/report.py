@@ -51,9 +51,8 @@ def print_table(header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
         table.add_column(column, justify="left" if place < LEFT or column in ("of", "bar") else "right", no_wrap=True)
     for cells in table_rows(lines):
         table.add_row(*cells)
-    console = Console(highlight=False)
-    # Never narrower than its figures: a pipe or a small window must not cut numbers off.
-    console.width = max(console.width, console.measure(table).maximum)
+    # As wide as its figures whatever the window: a number that is cut off is another number.
+    console = Console(highlight=False, width=Console(width=1000).measure(table).maximum)
     console.print(table)
     for note in notes(lines):
         console.print(note, soft_wrap=True, markup=False)

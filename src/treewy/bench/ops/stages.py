@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from treewy.bench.ops.floors import QWEN_35B, Heads
 from treewy.bench.ops.measure import Result, Setting, describe
 from treewy.bench.ops.problems import Case, Problem, make_problem
 from treewy.bench.ops.timing import Prepared, replay_times
@@ -23,7 +24,9 @@ def has_stages(entry: Entry) -> bool:
     return "stages" in inspect.signature(entry).parameters
 
 
-def stage_results(setting: Setting, batch_sizes: Sequence[int], states: Sequence[torch.dtype]) -> Iterator[Result]:
+def stage_results(
+    setting: Setting, batch_sizes: Sequence[int], states: Sequence[torch.dtype], heads: Heads = QWEN_35B
+) -> Iterator[Result]:
     """Yield the time of each set of stages, for chains of 4 to 128 rows beside a history."""
     if not has_stages(setting.entry):
         yield Result("stages", {}, setting.backend, note="this backend cannot leave stages out")
@@ -31,7 +34,7 @@ def stage_results(setting: Setting, batch_sizes: Sequence[int], states: Sequence
     for state in states:
         for size in batch_sizes:
             for num_rows in STAGE_ROWS:
-                yield from _of_case(setting, Case("ring", f"chain{num_rows}", size, state))
+                yield from _of_case(setting, Case("ring", f"chain{num_rows}", size, state, heads=heads))
 
 
 def _of_case(setting: Setting, case: Case) -> Iterator[Result]:
