@@ -138,7 +138,9 @@ class Stream:
         options: Passed on to `commit_verify`.
     """
 
-    def __init__(self, spec, num_slots, num_rows=0, *, dtype=torch.float64, state=None, u=None, device="cpu", **options):
+    def __init__(
+        self, spec, num_slots, num_rows=0, *, dtype=torch.float64, state=None, u=None, device="cpu", **options
+    ):
         self.spec, self.dtype, self.options, self.device = spec, dtype, options, device
         state, self.u = state or dtype, u or dtype
         rng = np.random.default_rng(99)
