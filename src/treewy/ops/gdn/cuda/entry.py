@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from treewy.errors import ShapeError, UnsupportedError
+from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops.gdn.cuda.variant import DIM, Variant, choose, kernel
 from treewy.ops.gdn.records import Prior, Projections, Record, Verified
 from treewy.packed import TreeTables
@@ -35,6 +35,9 @@ COUNTS = (
 )
 
 
+WIDE_OR_NARROW = (torch.float32, torch.bfloat16)
+
+
 class Params(ctypes.Structure):
     """`Params` of step.cu, field by field."""
 
@@ -51,17 +54,21 @@ def commit_verify(
     state: Tensor,
     slots: Tensor,
     tree: TreeTables,
-    *,
-    prior: Prior | None = None,
-    exact: bool = False,
-    out: Verified | None = None,
+    prior: Prior | None,
+    out: Verified,
+    exact: bool,
     variant: Variant | None = None,
-) -> Verified:
-    """See `serving.commit_verify`; `variant` overrides the choice, for measurements."""
-    check(x, state, slots, tree, prior)
-    out = out if out is not None else _buffers(x, state, exact=exact)
+) -> None:
+    """See `serving.commit_verify`; `variant` overrides the choice, for measurements.
+
+    int32 slots, lengths, fold and paths are taken as they are; others cost a conversion each.
+    """
     record = out.record
     assert isinstance(record, Record)
+    check(x, state, out.o, record)
+    if tree.num_seqs == 0:
+        out.o.zero_()
+        return
     chosen = variant or choose(
         max_rows=tree.max_rows,
         max_prior=_max_prior(prior),
@@ -72,60 +79,61 @@ def commit_verify(
     )
     group = state.shape[1] // x.k.shape[1]
     # head // group as a product: exact for any number of heads there is.
-    inverse = 2**16 // group + 1
-    params = Params(num_seqs=tree.num_seqs, num_heads=state.shape[1], group=group, group_inverse=inverse)
-    _set_operands(params, x, state, slots, tree)
-    keep = _set_prior(params, prior)
+    params = Params(num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1)
+    keep: list[Tensor] = []  # what was converted, alive until the launch
+    _set_operands(params, x, state, slots, tree, keep)
+    _set_prior(params, prior, keep)
     _set_out(params, x, out.o, record)
     grid = (state.shape[1] * chosen.value_blocks, tree.num_seqs)
     with torch.cuda.device(state.device):
         kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
-    del keep  # tensors the parameters point at, alive until the launch
-    return out
 
 
-def check(x: Projections, state: Tensor, slots: Tensor, tree: TreeTables, prior: Prior | None) -> None:
+def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
     """Refuse what the kernel was not written for.
 
     Raises:
+        BackendError: no GPU.
         UnsupportedError: other head dims or dtypes.
-        ShapeError: a layout whose last axis is not contiguous.
+        ShapeError: a layout that cannot be read 16 bytes at a time.
     """
-    if state.shape[2:] != (DIM, DIM) or x.k.shape[2] != DIM or x.v.shape[2] != DIM:
+    if not state.is_cuda:
+        raise BackendError(
+            f"The CUDA kernel must run on a GPU; got operands on {state.device}. Use backend='eager' there."
+        )
+    if state.shape[2:] != (DIM, DIM):
         raise UnsupportedError(
             f"The CUDA kernel takes heads of {DIM} keys and {DIM} values; got state {tuple(state.shape)}. "
             "Use backend='triton'."
         )
-    if any(y.dtype != torch.bfloat16 for y in (x.q, x.k, x.v)):
+    for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o), ("the record's keys", record.k)):
+        if y.dtype != torch.bfloat16:
+            raise UnsupportedError(f"The CUDA kernel takes bfloat16 {name}; got {y.dtype}. Use backend='triton'.")
+    if state.dtype not in WIDE_OR_NARROW or record.u.dtype not in WIDE_OR_NARROW:
         raise UnsupportedError(
-            f"The CUDA kernel takes bfloat16 q, k and v; got {x.q.dtype}, {x.k.dtype}, {x.v.dtype}. Use backend='triton'."
+            "The CUDA kernel takes states and records in float32 or bfloat16; got state "
+            f"{state.dtype}, record {record.u.dtype}. Use backend='triton'."
         )
-    if state.dtype not in (torch.float32, torch.bfloat16) or x.a.dtype != x.b.dtype:
+    if (
+        x.a.dtype not in WIDE_OR_NARROW
+        or x.a.dtype != x.b.dtype
+        or (x.a_log.dtype, x.dt_bias.dtype) != (torch.float32,) * 2
+    ):
         raise UnsupportedError(
-            f"The CUDA kernel takes float32 or bfloat16 states, and a and b of one dtype; got state {state.dtype}, "
-            f"a {x.a.dtype}, b {x.b.dtype}. Use backend='triton'."
+            "The CUDA kernel takes a and b of one dtype, float32 or bfloat16, and float32 a_log and dt_bias; got "
+            f"{x.a.dtype}, {x.b.dtype}, {x.a_log.dtype} and {x.dt_bias.dtype}. Convert them, or use backend='triton'."
         )
     if state.stride()[2:] != (DIM, 1):
-        raise ShapeError(
+        raise UnsupportedError(
             f"The CUDA kernel takes states whose [V, K] matrices are contiguous; got strides {state.stride()}. "
             "Use backend='triton' for other layouts."
         )
-    for name, y in (("q", x.q), ("k", x.k), ("v", x.v)):
+    for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o), ("state", state.flatten(2))):
         if y.stride(2) != 1 or y.stride(0) % 8 or y.stride(1) % 8 or y.data_ptr() % 16:
             raise ShapeError(
-                f"The CUDA kernel reads rows 16 bytes at a time; {name} has strides {y.stride()} and starts at "
+                f"The CUDA kernel reads and writes rows 16 bytes at a time; {name} has strides {y.stride()} and starts at "
                 f"{y.data_ptr() % 16} past a multiple of 16. Make it contiguous."
             )
-    given = (None, None) if prior is None else (prior.fold, prior.held)
-    for name, y in (("slots", slots), ("history lengths", _lengths(prior)), ("fold", given[0]), ("held", given[1])):
-        if y is not None and y.dtype != torch.int32:
-            raise UnsupportedError(
-                f"The CUDA kernel takes int32 {name}; got {y.dtype}. Convert them once, outside the step."
-            )
-
-
-def _lengths(prior: Prior | None) -> Tensor | None:
-    return None if prior is None or prior.history is None else prior.history.lengths
 
 
 def _max_prior(prior: Prior | None) -> int:
@@ -135,20 +143,22 @@ def _max_prior(prior: Prior | None) -> int:
     return rows + (0 if prior.path is None else prior.path.rows.shape[1])
 
 
-def _buffers(x: Projections, state: Tensor, *, exact: bool) -> Verified:
-    narrow = state.dtype == torch.bfloat16 and not exact
-    u = torch.empty(x.v.shape, dtype=torch.bfloat16 if narrow else torch.float32, device=x.v.device)
-    high = torch.empty(x.v.shape[:2], dtype=torch.float32, device=x.v.device)
-    record = Record(u, torch.empty(x.k.shape, dtype=x.k.dtype, device=x.k.device), high, torch.empty_like(high))
-    # Rows past the trees belong to no program.
-    return Verified(torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device), record)
+def _address(x: Tensor, keep: list[Tensor]) -> int:
+    """Return where the int32 values of x lie."""
+    if x.dtype != torch.int32:
+        x = x.to(torch.int32)
+        keep.append(x)
+    return x.data_ptr()
 
 
-def _set_operands(params: Params, x: Projections, state: Tensor, slots: Tensor, tree: TreeTables) -> None:
+def _set_operands(
+    params: Params, x: Projections, state: Tensor, slots: Tensor, tree: TreeTables, keep: list[Tensor]
+) -> None:
     for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("a", x.a), ("b", x.b), ("a_log", x.a_log)):
         setattr(params, name, y.data_ptr())
-    for name, y in (("dt_bias", x.dt_bias), ("state", state), ("slots", slots), ("cu_rows", tree.cu_rows)):
+    for name, y in (("dt_bias", x.dt_bias), ("state", state)):
         setattr(params, name, y.data_ptr())
+    params.slots, params.cu_rows = _address(slots, keep), _address(tree.cu_rows, keep)
     params.ancestors = tree.ancestors.data_ptr()
     (params.q_row, params.q_head), (params.k_row, params.k_head) = x.q.stride()[:2], x.k.stride()[:2]
     (params.v_row, params.v_head), (params.a_row, params.b_row) = x.v.stride()[:2], (x.a.stride(0), x.b.stride(0))
@@ -158,16 +168,16 @@ def _set_operands(params: Params, x: Projections, state: Tensor, slots: Tensor, 
     params.beta_scale = x.beta_scale
 
 
-def _set_prior(params: Params, prior: Prior | None) -> list[Tensor]:
+def _set_prior(params: Params, prior: Prior | None, keep: list[Tensor]) -> None:
     if prior is None:
-        return []
+        return
     history, record, path = prior.history, prior.record, prior.path
-    params.fold = prior.fold.data_ptr()
+    params.fold = _address(prior.fold, keep)
     if prior.held is not None:
-        params.held = prior.held.data_ptr()
+        params.held = _address(prior.held, keep)
     if history is not None:
-        params.capacity = history.num_rows
-        params.hist_u, params.hist_k, params.hist_len = (y.data_ptr() for y in (history.u, history.k, history.lengths))
+        params.capacity, params.hist_len = history.num_rows, _address(history.lengths, keep)
+        params.hist_u, params.hist_k = history.u.data_ptr(), history.k.data_ptr()
         params.hist_high, params.hist_low = history.decay_high.data_ptr(), history.decay_low.data_ptr()
         params.hu_slot, params.hu_row, params.hu_head = history.u.stride()[:3]
         params.hk_slot, params.hk_row, params.hk_head = history.k.stride()[:3]
@@ -177,9 +187,8 @@ def _set_prior(params: Params, prior: Prior | None) -> list[Tensor]:
         params.rec_high, params.rec_low = record.decay_high.data_ptr(), record.decay_low.data_ptr()
         (params.ru_row, params.ru_head), (params.rk_row, params.rk_head) = record.u.stride()[:2], record.k.stride()[:2]
         params.rg_row, params.rg_head = record.decay_high.stride()
-        params.path_rows, params.path_len = path.rows.data_ptr(), path.lengths.data_ptr()
+        params.path_rows, params.path_len = _address(path.rows, keep), _address(path.lengths, keep)
         params.path_stride = path.rows.stride(0)
-    return [prior.fold]
 
 
 def _set_out(params: Params, x: Projections, o: Tensor, record: Record) -> None:

@@ -71,7 +71,7 @@ struct Params {
     i64 hu_slot, hu_row, hu_head, hk_slot, hk_row, hk_head, hg_slot, hg_row, hg_head;
     i64 ru_row, ru_head, rk_row, rk_head, rg_row, rg_head;
     i64 o_row, o_head, uo_row, uo_head, ko_row, ko_head, go_row, go_head;
-    int num_seqs, num_heads, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse;
+    int num_seqs, num_rows, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse;
     float beta_scale;
 };
 
@@ -169,7 +169,7 @@ __device__ __forceinline__ Work work_of(const Params &p) {
     w.hist = w.live ? max(0, min(held, p.capacity)) : 0;
     w.path = w.live ? max(0, min(path, PMAX - w.hist)) : 0;
     w.prior = w.hist + w.path;
-    w.fold = w.prior && (p.capacity == 0 || fold != 0 || w.prior > p.capacity);
+    w.fold = w.prior && (p.capacity == 0 || fold != 0);
     return w;
 }
 
@@ -232,6 +232,8 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
 }
 
 // ---- prior rows ----
+// A path that its history has no room for is read, but not appended: whoever chooses folds sees to it that there is none.
+__device__ __forceinline__ bool appends(const Params &p, const Work &w) { return !w.fold && w.prior <= p.capacity; }
 struct Weights {
     float weight[(PMAX + 31) / 32];  // lane i: exp(G_last - G_i) of row i, i + 32; 0 past the rows
     float carried;                   // exp(G_last)
@@ -272,7 +274,7 @@ __device__ __forceinline__ Weights prior_weights(const Params &p, const Work &w,
         decay[j] = (double)d.high[j] + (double)d.low[j];
         if (i < w.hist || i >= w.prior) continue;
         decay[j] += before;
-        if (writes && !w.fold) {
+        if (writes && appends(p, w)) {
             i64 to = w.slot * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
             float high = (float)decay[j];
             p.hist_high[to] = high;
@@ -299,7 +301,7 @@ __device__ __forceinline__ float weight_of(const Weights &x, int i) {
     return y;
 }
 __device__ __forceinline__ void append(const Params &p, const Work &w, const Tile &m) {
-    if (w.fold || !w.path) return;
+    if (!w.path || !appends(p, w)) return;
     const int per_row = BV * sizeof(ut) / 16;
     for (int at = threadIdx.x; at < w.path * per_row; at += 32 * NW) {
         int i = w.hist + at / per_row, piece = at % per_row;
@@ -1135,9 +1137,10 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
 }
 #endif
 
-__device__ __forceinline__ void zero_rows(const Params &p, const Work &w) {
-    for (int i = threadIdx.x; i < w.rows * (BV / 8); i += 32 * NW)
-        *(uint4 *)(p.o + (i64)(w.start + i / (BV / 8)) * p.o_row + w.head * p.o_head + BV * w.vb + 8 * (i % (BV / 8))) = make_uint4(0, 0, 0, 0);
+// Zero this block's columns of rows from `first` on, every `step`-th.
+__device__ __forceinline__ void zero_rows(const Params &p, const Work &w, int first, int end, int step) {
+    for (int i = threadIdx.x; first + i / (BV / 8) * step < end; i += 32 * NW)
+        *(uint4 *)(p.o + (i64)(first + i / (BV / 8) * step) * p.o_row + w.head * p.o_head + BV * w.vb + 8 * (i % (BV / 8))) = make_uint4(0, 0, 0, 0);
 }
 
 union Rest {
@@ -1154,8 +1157,11 @@ extern "C" __global__ void __launch_bounds__(32 * NW, MIN_BLOCKS) gdn_step(const
     Rest &rest = *(Rest *)(memory + sizeof(Tile));
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Work w = work_of(p);
+    // Rows past the trees are shared out among the sequences.
+    const int past = p.cu_rows[p.num_seqs];
+    if (past < p.num_rows) zero_rows(p, w, past + w.seq, p.num_rows, p.num_seqs);
     if (!w.live) {
-        zero_rows(p, w);
+        zero_rows(p, w, w.start, w.start + w.rows, 1);
         return;
     }
 #if BT > 4
