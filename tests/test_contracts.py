@@ -72,7 +72,7 @@ def test_public_names_of_the_convolution() -> None:
     assert treewy.ops.__all__ == ["Facts", "attention", "conv", "gdn", "warmup"]
 
 
-@pytest.mark.parametrize("name", ["cache", "draft", "engine", "hf", "model", "ops", "planner"])
+@pytest.mark.parametrize("name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner"])
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""
     room = __import__(f"treewy.{name}", fromlist=["__all__"])

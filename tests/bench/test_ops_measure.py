@@ -13,7 +13,7 @@ from treewy.bench.ops.rows import EXACT, FAST, FLOOR, ROWS, Bar, Row
 from treewy.bench.ops.session import NAMES, header
 from treewy.bench.ops.stages import STAGE_ROWS, STAGES
 from treewy.bench.ops.timing import NUM_WARM_REPLAYS, replay_times
-from treewy.errors import RequestError
+from treewy.errors import BackendError, RequestError
 
 RING = small("ring", "chain4", 2)
 
@@ -153,6 +153,17 @@ def test_peers_get_operands_as_they_want_them(fake_peers, name, policy):
             assert first["k_cache"].shape == (7, 2, 16, 8)
             assert first["hist_len"].tolist() == [8, 8, 8]
             assert not set(first["initial_state_indices"].tolist()) & set(second["initial_state_indices"].tolist())
+
+
+def test_a_peer_that_talks_while_it_is_imported_does_not_talk_into_results(capsys, tmp_path, monkeypatch):
+    (tmp_path / "talking_peer.py").write_text("print('hello from a peer')\nkernel = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert peers_module._import("talking_peer", "kernel") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "hello" in captured.err
+    with pytest.raises(BackendError, match=r"talking_peer\.missing is not: AttributeError"):
+        peers_module._import("talking_peer", "missing")
 
 
 def test_flashinfers_cycle_runs_on_our_accepted_lengths(fake_peers):

@@ -68,6 +68,19 @@ def test_bytes_of_a_sequence():
     assert make_problem(small("reconstruct", "chain4", 3), "cpu", sets=2).bytes_per_seq == 4 * (256 + 4 * 56)
 
 
+def test_work_of_a_call():
+    """Three chains of 4: a state each and 8 history rows; two states and the accepted rows; what the steps really do."""
+    assert make_problem(small("ring", "chain4", 3), "cpu", sets=2).work == (3, 12, 24)
+    case = small("reconstruct", "chain4", 3)
+    assert make_problem(case, "cpu", sets=2).work == (6, 12, sum(map(len, case.paths)))
+    problem, read = make_problem(small("cycle", "chain4", 3), "cpu", sets=2), 0
+    for step in problem.steps:
+        held = step.prior.history.lengths[step.slots.long()]
+        moved = torch.where(step.prior.fold != 0, 0, step.prior.path.lengths)
+        read += int((held + step.prior.path.lengths + moved).sum())
+    assert problem.work == pytest.approx((3 + _folds(problem) / len(problem.steps), 12, read / len(problem.steps)))
+
+
 def test_a_cycle_is_one_decoding():
     """Step by step, what pool, history and pending path stand for is the walk of all that was accepted.
 

@@ -34,6 +34,7 @@ LINES = [
         "treewy fast",
         [8.0, 7.0, 9.0],
         share_of_floor=0.625,
+        bytes_per_seq=1_310_720,
         times={"peer": 1.14},
         bars=[Verdict("peer", 1.15, 1.14, "pass"), Verdict("floor", 0.65, 0.625, "miss")],
     ),
@@ -52,12 +53,13 @@ def test_rows_of_the_table():
         "ring chain4 B8 bf16",
         "treewy fast",
         "8.0 (7.0-9.0)",
+        "1.25",
         "62",
         "1.14",
         "peer",
         "<= 1.15: pass",
     ]
-    assert rows[1] == ["", "", "", "", "", "", "", ">= 65 %: miss"]
+    assert rows[1] == [""] * 8 + [">= 65 %: miss"]
     assert rows[2][2:4] == ["peer", "7.0 (7.0-7.0)"]
     assert rows[3][2:4] == ["other peer", ""]
     assert rows[-1][:4] == ["accuracy", "hard fp32", "treewy exact", "1.5e-06"]
@@ -108,7 +110,7 @@ def test_drawing(tmp_path):
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(BackendError, match="pip install"):
+    with pytest.raises(BackendError, match=r"pip install 'treewy\[plot\]'"):
         load_pyplot()
 
 
@@ -121,7 +123,8 @@ def test_the_table_of_the_readme(tmp_path, monkeypatch):
     table = report.tables()
     assert "`treewy bench ops --json` at 01234567" in table
     assert (
-        "| verify | ring chain4 B8 bf16 | treewy fast | 8.0 (7.0-9.0) | 62 | 1.14 | peer | <= 1.15: pass |\n" in table
+        "| verify | ring chain4 B8 bf16 | treewy fast | 8.0 (7.0-9.0) | 1.25 | 62 | 1.14 | peer | <= 1.15: pass |\n"
+        in table
     )
     assert "| row | problem | who |" in table
     assert "not importable" in table

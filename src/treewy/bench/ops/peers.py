@@ -4,7 +4,9 @@ Each peer is given the rows of the problem it stands beside, as many sets of the
 numbers of the same size. What the peers cannot do is left out: their shapes are chains of equal length.
 """
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -187,7 +189,9 @@ PEERS: dict[str, Callable[[Problem], Prepared]] = {
 
 def _import(module: str, name: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
+        # What they log goes to the stdout of their import: results are there.
+        with contextlib.redirect_stdout(sys.stderr):
+            return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:  # OSError: a library it loads is not there
         raise BackendError(
             f"A peer must be importable to be timed; {module}.{name} is not: {type(error).__name__}: {error}. Put it on "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-COLUMNS = ("row", "problem", "who", "us (range)", "% floor", "x", "of", "bar")
+COLUMNS = ("row", "problem", "who", "us (range)", "MiB/seq", "% floor", "x", "of", "bar")
 LEFT = 3
 STATES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -16,10 +16,11 @@ def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """
     rows = []
     for line in lines:
-        first = [line["row"], problem_of(line["case"]), line["name"], _figure(line), _share(line["share_of_floor"])]
+        first = [line["row"], problem_of(line["case"]), line["name"], _figure(line), _memory(line["bytes_per_seq"])]
+        first.append(_share(line["share_of_floor"]))
         compared = _comparisons(line)
         rows.append([*first, *compared[0]])
-        rows += [["", "", "", "", "", *more] for more in compared[1:]]
+        rows += [[""] * len(first) + more for more in compared[1:]]
     return rows
 
 
@@ -68,6 +69,10 @@ def _figure(line: Mapping[str, Any]) -> str:
         spread = line["us"]
         return f"{spread['median']:.1f} ({spread['low']:.1f}-{spread['high']:.1f})"
     return "" if line["error"] is None else f"{line['error']:.1e}"
+
+
+def _memory(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
 def _share(share: float | None) -> str:
