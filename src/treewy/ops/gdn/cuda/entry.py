@@ -24,7 +24,7 @@ STRIDES = (
 )
 COUNTS = (
     "num_seqs",
-    "num_heads",
+    "num_rows",
     "group",
     "num_slots",
     "words",

@@ -97,12 +97,16 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
 __device__ __forceinline__ u32 smem_at(const void *p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 // ---- asynchronous copies, 16 bytes per thread ----
 __device__ __forceinline__ void copy16(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 __device__ __forceinline__ void copies_sent() { asm volatile("cp.async.commit_group;"); }
 template <int LEFT> __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
@@ -196,8 +200,8 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
         const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
         for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
     }
-    const int per_row = BV * sizeof(ut) / 16, chunk = (w.prior + 15) & ~15;
-    // Chunks of 16 are filled up with the newest row, whose weight is 0 there.
+    const int per_row = BV * sizeof(ut) / 16, chunk = values ? (w.prior + 7) & ~7 : (w.prior + 15) & ~15;
+    // Chunks are filled up with the newest row, whose weight is 0 there.
     for (int i = tid >> 4; i < chunk; i += 2 * NW) {
         const u16 *from;
         const ut *u;
@@ -365,6 +369,7 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
         if (16 * h >= w.prior) break;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {  // rows i = 2 c, 2 c + 1 of the chunk's halves
+            if (16 * h + 8 * e >= w.prior) break;
             float w0 = weight_of(x, 16 * h + 2 * c + 8 * e), w1 = weight_of(x, 16 * h + 2 * c + 1 + 8 * e);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -395,8 +400,13 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
             load4_turned(b, &m.prior_k[16 * h + (lane & 15)][16 * k + 8 * (lane >> 4)]);
 #pragma unroll
             for (int i = FPARTS - 1; i >= 0; --i) {
-                mma(d[0], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[0], b[1]);
-                mma(d[1], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[2], b[3]);
+                if (16 * h + 8 < w.prior) {
+                    mma(d[0], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[0], b[1]);
+                    mma(d[1], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[2], b[3]);
+                } else {
+                    mma8(d[0], u[h][0][i], u[h][1][i], b[0]);
+                    mma8(d[1], u[h][0][i], u[h][1][i], b[2]);
+                }
             }
         }
 #pragma unroll
@@ -523,6 +533,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
         if (16 * h >= w.prior || w.fold) break;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            if (16 * h + 8 * r >= w.prior) break;
             float d[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
             for (int kb = 0; kb < 4; ++kb) {
@@ -575,7 +586,12 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 #pragma unroll
                 for (int order = 2; order >= 0; --order)
 #pragma unroll
-                    for (int i = 0; i <= (U_F32 ? order : 0); ++i) mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], past[h][0][order - i], past[h][1][order - i]);
+                    for (int i = 0; i <= (U_F32 ? order : 0); ++i) {
+                        if (16 * h + 8 < w.prior)
+                            mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], past[h][0][order - i], past[h][1][order - i]);
+                        else
+                            mma8(acc[j], a[0][i], a[1][i], past[h][0][order - i]);
+                    }
             }
         }
     }
