@@ -365,7 +365,12 @@ class TestCommit:
         x, _, _, window, slots, tree = narrow(BATCH)
         path = pack_paths(tree, [[0], [0], [0]]).tables
         layers = window[None].expand(2, -1, -1, -1)
-        cases = [(window, slots[:1], x), (window, slots, x[:, 1:]), (layers, slots, x), (layers[None], slots, x[None])]
+        cases = [
+            (window, slots[:1], x),
+            (window, slots, x[:, 1:]),
+            (layers, slots, x),
+            (layers[None], slots, x.expand(1, 2, -1, -1)),
+        ]
         for pool, at, rows in cases:
             with pytest.raises(ShapeError, match="got"):
                 conv.commit(pool, at, rows, path, backend=backend)
