@@ -119,7 +119,9 @@ class TestVerify:
         close(verify(*operands), definition(*operands), SHORT_SUM_FLOAT32)
 
     @pytest.mark.parametrize("poison", [torch.nan, 1e4])
-    def test_poisoned_memory_is_not_read(self, poison):
+    def test_poisoned_memory_is_not_read(self, poison, monkeypatch):
+        """Nor is what lies around the output written, by tiles that reach past it."""
+        monkeypatch.setitem(kernels.BLOCKS, 0, kernels.Blocks(4, 8, 1))
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5, num_rows=13)
         want = verify(x, weight, bias, window, slots, tree)
         window[[0, 2, 4]], x[5], x[10:] = poison, poison, poison
@@ -319,7 +321,16 @@ class TestCommit:
         commit(window, slots, x, path)
         assert torch.equal(window, want)
 
-    @pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
+    @pytest.mark.parametrize("bad", [-1, 9, 2**30])
+    def test_rows_that_there_are_not_are_not_read(self, bad):
+        """Tables cannot be checked: where a row would lie outside x, the window keeps what it has."""
+        x, _, _, window, slots, tree = narrow([SHAPES["scattered"], SHAPES["chain 3"]])
+        path, old = pack_paths(tree, [[0, 3, 4], [0]]).tables, window.clone()
+        path.rows[0, 1] = bad
+        commit(window, slots, x, path)
+        assert torch.equal(window[0], torch.stack([x[0], old[0, 1], x[4]]))
+
+    @every_backend
     def test_all_layers_at_once(self, backend):
         x, _, _, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5)
         layers = torch.stack([window, window + 1, window * 2]), torch.stack([x, x - 1, x * 3])
@@ -354,7 +365,12 @@ class TestCommit:
         x, _, _, window, slots, tree = narrow(BATCH)
         path = pack_paths(tree, [[0], [0], [0]]).tables
         layers = window[None].expand(2, -1, -1, -1)
-        cases = [(window, slots[:1], x), (window, slots, x[:, 1:]), (layers, slots, x), (layers[None], slots, x[None])]
+        cases = [
+            (window, slots[:1], x),
+            (window, slots, x[:, 1:]),
+            (layers, slots, x),
+            (layers[None], slots, x.expand(1, 2, -1, -1)),
+        ]
         for pool, at, rows in cases:
             with pytest.raises(ShapeError, match="got"):
                 conv.commit(pool, at, rows, path, backend=backend)

@@ -42,7 +42,7 @@ def choose_folds_kernel(
     m_live = (b_slot >= 0) & (b_slot < num_slots)
     b_held = tl.load(p_lengths + b_slot * stride_lengths, mask=m_live, other=0).to(tl.int64)
     b_path = tl.load(p_path + o_seq * stride_path, mask=m_live, other=0)
-    b_fold = m_live & (b_held + b_path > capacity)
+    b_fold = b_held + b_path > capacity
     tl.store(p_fold + o_seq * stride_fold, b_fold.to(p_fold.dtype.element_ty), mask=m_seq)
 
 
