@@ -77,7 +77,7 @@ def check_max_rows(max_rows: int) -> None:
 
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 @no_type_check
-def tree_tables_kernel(
+def tree_tables_kernel(  # noqa: PLR0915
     parents,
     cu_rows,
     out_parents,
@@ -180,10 +180,9 @@ def tree_paths_kernel(parents, cu_rows, seq_of_row, depth, nodes, rows, lengths,
     o_p = tl.arange(0, BP)
     start, end = tl.load(cu_rows + i_b), tl.load(cu_rows + i_b + 1)
     at = tl.load(nodes + i_b).to(tl.int32)
-    left = 0
-    if (at >= 0) & (at < end - start):
-        if tl.load(seq_of_row + start + at) == i_b:
-            left = tl.load(depth + start + at) + 1
+    m_in = (at >= 0) & (at < end - start)
+    m_in = m_in & (tl.load(seq_of_row + start + at, mask=m_in, other=-1) == i_b)
+    left = tl.load(depth + start + at, mask=m_in, other=-1) + 1
     tl.store(lengths + i_b, tl.minimum(left, room))
     b_path = tl.full([BP], 0, tl.int32) + num_rows
     while left > 0:
