@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from treewy.errors import ShapeError, UnsupportedError
@@ -12,7 +11,7 @@ from treewy.ops.accept.philox import accept_uniforms_kernel
 from treewy.ops.accept.records import AcceptedTables, DrawnLaws, RequestLaws
 from treewy.ops.accept.walking import accept_choices_kernel, accept_walk_kernel
 from treewy.ops.launch import launch
-from treewy.ops.tree.kernels import check_max_rows
+from treewy.ops.tree.kernels import check_max_rows, next_power_of_2
 from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
@@ -35,9 +34,9 @@ class Split(NamedTuple):
 def split(vocab: int, block: int, num_blocks: int) -> Split:
     """Return how to read a row of `vocab` tokens, in blocks no larger and no more at once than that."""
     tokens = max(vocab, 1)
-    block = min(block, triton.next_power_of_2(tokens))
-    num_blocks = min(num_blocks, triton.cdiv(tokens, block))
-    return Split(block, num_blocks, triton.cdiv(tokens, block * num_blocks))
+    block = min(block, next_power_of_2(tokens))
+    num_blocks = min(num_blocks, -(-tokens // block))
+    return Split(block, num_blocks, -(-tokens // (block * num_blocks)))
 
 
 def choices(logits: Tensor, tables: TreeTables | None, slots: Tensor | None, out: Tensor) -> None:
@@ -131,7 +130,7 @@ def sampled(
         NC=sums.num_chunks,
         U=sums.num_blocks,
         BV=sums.block,
-        BC=triton.next_power_of_2(sums.num_chunks),
+        BC=next_power_of_2(sums.num_chunks),
         DT=tl.float64 if weights == torch.float64 else tl.float32,
         num_warps=WARPS,
     )
@@ -142,7 +141,7 @@ def uniforms(keys: Tensor, positions: Tensor, out: Tensor) -> None:
     num_seqs, num = out.shape
     launch(
         accept_uniforms_kernel,
-        (num_seqs, triton.cdiv(num, UNIFORMS_BLOCK)),
+        (num_seqs, -(-num // UNIFORMS_BLOCK)),
         keys.contiguous(),
         positions.contiguous(),
         out,
@@ -183,7 +182,7 @@ def _results(out: AcceptedTables) -> tuple[Tensor, ...]:
 
 
 def _sizes(max_rows: int, room: int) -> dict[str, int]:
-    return {"BT": triton.next_power_of_2(max(max_rows, 1)), "BP": triton.next_power_of_2(max(room, 1))}
+    return {"BT": next_power_of_2(max_rows), "BP": next_power_of_2(room)}
 
 
 def _contiguous(slots: Tensor | None) -> Tensor | None:

@@ -26,7 +26,7 @@ def tables(parents: Tensor, cu_rows: Tensor, out: TreeTables, faults: Tensor | N
     num_seqs, num_rows, num_words = out.num_seqs, out.num_rows, out.ancestors.shape[1]
     launch(
         tree_tables_kernel,
-        (num_seqs + triton.cdiv(num_rows, FILL) or 1,),
+        (num_seqs + -(-num_rows // FILL) or 1,),
         parents.contiguous(),
         cu_rows.contiguous(),
         *out[:5],
@@ -35,10 +35,10 @@ def tables(parents: Tensor, cu_rows: Tensor, out: TreeTables, faults: Tensor | N
         num_rows,
         out.max_rows,
         HAS_FAULTS=faults is not None,
-        BT=triton.next_power_of_2(max(out.max_rows, 1)),
+        BT=next_power_of_2(out.max_rows),
         NW=num_words,
-        BW=triton.next_power_of_2(max(num_words, 1)),
-        BB=triton.next_power_of_2(num_seqs + 1),
+        BW=next_power_of_2(num_words),
+        BB=next_power_of_2(num_seqs + 1),
         FILL=FILL,
         num_warps=4,
     )
@@ -58,9 +58,14 @@ def paths(tables: TreeTables, nodes: Tensor, out: PathTables) -> None:
         *out,
         tables.num_rows,
         room,
-        BP=triton.next_power_of_2(max(room, 1)),
+        BP=next_power_of_2(room),
         num_warps=1,
     )
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of 2 that is at least this, and 1."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def check_max_rows(max_rows: int) -> None:
