@@ -1,6 +1,5 @@
 """Tree tables made from parents on the device: those of `PackedTree`, bit for bit, and harmless for what is no tree."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from treewy.tree import DraftTree
 
 BACKENDS = ["reference", "eager", "triton"]
 KERNEL = "tree_tables_kernel"
+TABLES = ("parents", "cu_rows")
 
 
 def assert_equal(got: TreeTables, want: TreeTables) -> None:
@@ -142,7 +142,10 @@ def test_the_faults_by_name(backend):
 def test_paths(backend, packed, picks, room):
     """Root paths, cut to the room there is; a row that is none has none."""
     nodes = picks[: packed.num_seqs]
-    right = [DraftTree(shape).path(node) if 0 <= node < len(shape) else [] for shape, node in zip(packed.shapes, nodes)]
+    right = [
+        DraftTree(shape).path(node) if 0 <= node < len(shape) else []
+        for shape, node in zip(packed.shapes, nodes, strict=True)
+    ]
     cut = pack_paths(packed, [path[:room] for path in right]).tables
     want = torch.full((packed.num_seqs, room), packed.num_rows, dtype=torch.int32)
     want[:, : cut.rows.shape[1]] = cut.rows
@@ -164,7 +167,7 @@ def test_an_inert_row_has_no_path(backend):
 
 def test_what_does_not_fit_is_refused():
     parents, cu_rows = int32([-1, 0]), int32([0, 2])
-    with pytest.raises(ShapeError, match="at least 0.*max_rows=-1"):
+    with pytest.raises(ShapeError, match=r"at least 0.*max_rows=-1"):
         tree.empty(1, 2, -1)
     with pytest.raises(ShapeError, match=r"B \+ 1 boundaries; got none"):
         tree.tables(parents, int32([]), max_rows=2)
@@ -193,12 +196,12 @@ def test_strided_operands():
 
 
 def test_they_compile_for_gpus_that_are_not_here():
-    pointers = dict.fromkeys("parents cu_rows out_parents out_cu_rows out_seq_of_row out_depth out_words".split(), "*i32")
+    pointers = dict.fromkeys([*TABLES, *(f"out_{name}" for name in (*TABLES, "seq_of_row", "depth", "words"))], "*i32")
     numbers = dict.fromkeys(["num_seqs", "num_rows", "max_rows"], "i32")
     sizes = {"HAS_FAULTS": True, "NW": 8, "BT": 256, "BW": 8, "BB": 1024, "FILL": 256}
     kernel = f"treewy.ops.tree.kernels:{KERNEL}"
     case = Case(kernel, {**pointers, **numbers, "faults": "*i32"}, sizes, {"num_warps": 4})
-    pointers = dict.fromkeys("parents cu_rows seq_of_row depth nodes rows lengths".split(), "*i32")
+    pointers = dict.fromkeys([*TABLES, "seq_of_row", "depth", "nodes", "rows", "lengths"], "*i32")
     kernel = "treewy.ops.tree.kernels:tree_paths_kernel"
     paths = Case(kernel, {**pointers, "num_rows": "i32", "room": "i32"}, {"BP": 128}, {"num_warps": 1})
     for compiled in compile_all([case, paths]):

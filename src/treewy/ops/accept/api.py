@@ -241,7 +241,9 @@ def _check_rows(name: str, num_rows: int, tables: TreeTables) -> None:
 
 def _check_slots(slots: Tensor | None, tables: TreeTables) -> None:
     if slots is not None and tuple(slots.shape) != (tables.num_seqs,):
-        raise ShapeError(f"slots must have {tables.num_seqs} entries; got shape {tuple(slots.shape)}. One per sequence.")
+        raise ShapeError(
+            f"slots must have {tables.num_seqs} entries; got shape {tuple(slots.shape)}. One per sequence."
+        )
 
 
 def _implementation(op: str, backend: str | None) -> ModuleType:

@@ -5,8 +5,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from treewy.ops.accept.walking import CUT, NONE, NOT_FINITE, NOTHING, follow, read_tree, write_walk
 from treewy.ops.accept.vocabulary import MINUS_INFINITY, find_peak, find_threshold, read_logits, sum_kept, weigh
+from treewy.ops.accept.walking import CUT, NONE, NOT_FINITE, NOTHING, follow, read_tree, write_walk
 
 
 @triton.jit(do_not_specialize=["num_rows", "room"])
@@ -15,6 +15,7 @@ def accept_sampled_kernel(
     parents, cu_rows, seq_of_row, tokens, logits, temperature, top_k, top_p, min_p, uniforms, laws, law_of_row, slots,
     rows, out_tokens, lengths, endings, num_used, notes, num_rows, room, max_rows, logits_stride, uniforms_stride, laws_stride,
     HAS_LAWS: tl.constexpr, HAS_SLOTS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    NX: tl.constexpr, UX: tl.constexpr, BX: tl.constexpr,
     V: tl.constexpr, NC: tl.constexpr, U: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Walk down one tree: at each row choose what follows it, as `accept.choose_sampled` does."""
@@ -22,7 +23,7 @@ def accept_sampled_kernel(
     start, b_parents, b_tokens, is_going = read_tree(
         parents, cu_rows, seq_of_row, tokens, slots, i_b, num_rows, HAS_SLOTS, BT
     )
-    o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
+    o_p = tl.arange(0, BP)
     b_rows = tl.full([BP], 0, tl.int32) + num_rows
     b_delivered = tl.full([BP], NONE, tl.int32)
     ending = tl.where(is_going, CUT, NOTHING)
@@ -37,62 +38,22 @@ def accept_sampled_kernel(
     at, length, taken = 0, 0, 0
     while is_going:
         p_row = logits + (start + at).to(tl.int64) * logits_stride
-        peak, choice, is_sound = find_peak(p_row, V, NC, U, BV)
+        peak, choice, is_sound = find_peak(p_row, V, NX, UX, BX)
         child, after = BT, -1
         if is_sound & is_drawing:
-            tau = peak * 0.0 + MINUS_INFINITY
-            if (num_top > 0) & (num_top < V):
-                tau = find_threshold(p_row, tau, num_top, peak, per_unit, False, V, NC, U, BV, DT)
-            if nucleus < 1:
-                need = nucleus * tl.sum(sum_kept(p_row, peak, per_unit, tau, floor * 0, V, NC, U, BV, BC, DT), 0)
-                tau = find_threshold(p_row, tau, need, peak, per_unit, True, V, NC, U, BV, DT)
-            b_sums = sum_kept(p_row, peak, per_unit, tau, floor, V, NC, U, BV, BC, DT)
+            tau, b_sums = find_law(
+                p_row, peak, per_unit, num_top, nucleus, floor, V, NC, U, BV, BC, DT
+            )  # fmt: skip
             total = tl.sum(b_sums, 0)
             p_law, num_fallen = laws, 0
             if HAS_LAWS:
                 law = tl.load(law_of_row + start + at).to(tl.int32)
+                p_law = laws + tl.maximum(law, 0).to(tl.int64) * laws_stride
                 if law >= 0:
-                    p_law = laws + law.to(tl.int64) * laws_stride
-                    mass = sum_law(p_law, V, NC, U, BV)
-                    is_trying = mass > 0
-                    while is_trying:
-                        drawn = tl.min(tl.where((b_parents == at) & (o_t > after), o_t, BT), 0)
-                        is_trying = drawn < BT
-                        if is_trying:
-                            after = drawn
-                            token = tl.sum(tl.where(o_t == drawn, b_tokens, 0), 0)
-                            m_known = (token >= 0) & (token < V)
-                            logit = tl.load(p_row + token, mask=m_known, other=MINUS_INFINITY).to(tl.float32)
-                            p = weigh(logit, peak, per_unit, tau, floor, DT) / total.to(DT)
-                            q = tl.load(p_law + token, mask=m_known, other=0.0).to(DT)
-                            p, q = reduce(p, q, token, num_fallen, p_notes)
-                            # A token that the law could not give falls, and leaves everything as it was.
-                            if q > 0:
-                                uniform = tl.load(p_uniform + taken).to(tl.float64)
-                                taken += 1
-                                if uniform < p.to(tl.float64) / (q.to(tl.float64) / mass):
-                                    child = drawn
-                                else:
-                                    b_left, mass_left = sum_left(
-                                        p_row, p_law, peak, per_unit, tau, floor, total, mass, token, num_fallen, p_notes,
-                                        V, NC, U, BV, BC, DT,
-                                    )  # fmt: skip
-                                    left = tl.sum(b_left, 0)
-                                    if left > 0:
-                                        tl.store(p_notes + num_fallen * 3, mass)
-                                        tl.store(p_notes + num_fallen * 3 + 1, left)
-                                        tl.store(p_notes + num_fallen * 3 + 2, token.to(tl.float64))
-                                        # All threads read what one has noted.
-                                        tl.debug_barrier()
-                                        num_fallen += 1
-                                        b_sums, mass = b_left, mass_left
-                                        is_trying = mass > 0
-                                    else:
-                                        # Nothing can be left only if rounding made a certain acceptance uncertain.
-                                        child = drawn
-                                if child < BT:
-                                    choice = token
-                                    is_trying = False
+                    child, choice, after, taken, num_fallen, b_sums = try_drafts(
+                        p_row, p_law, b_parents, b_tokens, at, choice, peak, per_unit, tau, floor, total, b_sums, p_uniform,
+                        taken, p_notes, BT, V, NC, U, BV, BC, DT,
+                    )  # fmt: skip
             if child == BT:
                 uniform = tl.load(p_uniform + taken).to(tl.float64)
                 taken += 1
@@ -114,6 +75,75 @@ def accept_sampled_kernel(
             ending = NOT_FINITE
             is_going = False
     write_walk(rows, out_tokens, lengths, endings, num_used, i_b, room, b_rows, b_delivered, length, ending, taken, BP)
+
+
+@triton.jit
+@no_type_check
+def find_law(
+    p_row, peak, per_unit, num_top, nucleus, floor,
+    V: tl.constexpr, NC: tl.constexpr, U: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Return (the logit that tokens are kept from, sums of the kept weights by chunks); see `sampling.Law`."""
+    tau = peak * 0.0 + MINUS_INFINITY
+    if (num_top > 0) & (num_top < V):
+        tau = find_threshold(p_row, tau, num_top, peak, per_unit, False, V, NC, U, BV, DT)
+    if nucleus < 1:
+        need = nucleus * tl.sum(sum_kept(p_row, peak, per_unit, tau, floor * 0.0, V, NC, U, BV, BC, DT), 0)
+        tau = find_threshold(p_row, tau, need, peak, per_unit, True, V, NC, U, BV, DT)
+    return tau, sum_kept(p_row, peak, per_unit, tau, floor, V, NC, U, BV, BC, DT)
+
+
+@triton.jit
+@no_type_check
+def try_drafts(
+    p_row, p_law, b_parents, b_tokens, at, choice, peak, per_unit, tau, floor, total, b_sums, p_uniform, taken, p_notes,
+    BT: tl.constexpr, V: tl.constexpr, NC: tl.constexpr, U: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    DT: tl.constexpr,
+):  # fmt: skip
+    """Test one row's drawn children in order, until one stands or the drafter's law is used up.
+
+    Return (the child that stands, BT if none; its token; the last child tested; numbers taken; drafts that fell; sums of
+    what they left of the target's law, by chunks).
+    """
+    o_t = tl.arange(0, BT)
+    child, after, num_fallen = BT, -1, 0
+    mass = sum_law(p_law, V, NC, U, BV)
+    is_trying = mass > 0
+    while is_trying:
+        drawn = tl.min(tl.where((b_parents == at) & (o_t > after), o_t, BT), 0)
+        token = tl.sum(tl.where(o_t == drawn, b_tokens, 0), 0)
+        m_known = (drawn < BT) & (token >= 0) & (token < V)
+        logit = tl.load(p_row + token, mask=m_known, other=MINUS_INFINITY).to(tl.float32)
+        p = weigh(logit, peak, per_unit, tau, floor, DT) / total.to(DT)
+        q = tl.load(p_law + token, mask=m_known, other=0.0).to(DT)
+        p, q = reduce(p, q, token, num_fallen, p_notes)
+        is_trying = drawn < BT
+        after = tl.where(is_trying, drawn, after)
+        # A token that the law could not give falls, and leaves everything as it was.
+        if q > 0:
+            uniform = tl.load(p_uniform + taken).to(tl.float64)
+            taken += 1
+            if uniform < p.to(tl.float64) / (q.to(tl.float64) / mass):
+                child = drawn
+            else:
+                b_left, mass_left = sum_left(
+                    p_row, p_law, peak, per_unit, tau, floor, total, mass, token, num_fallen, p_notes,
+                    V, NC, U, BV, BC, DT,
+                )  # fmt: skip
+                left = tl.sum(b_left, 0)
+                # Nothing can be left only if rounding made a certain acceptance uncertain.
+                child = tl.where(left > 0, BT, drawn)
+                if left > 0:
+                    tl.store(p_notes + num_fallen * 3, mass)
+                    tl.store(p_notes + num_fallen * 3 + 1, left)
+                    tl.store(p_notes + num_fallen * 3 + 2, token.to(tl.float64))
+                    # All threads read what one has noted.
+                    tl.debug_barrier()
+                    num_fallen += 1
+                    b_sums, mass = b_left, mass_left
+            choice = tl.where(child < BT, token, choice)
+            is_trying = (child == BT) & (mass > 0)
+    return child, choice, after, taken, num_fallen, b_sums
 
 
 @triton.jit
@@ -184,7 +214,7 @@ def draw(
     for i_u in tl.static_range(U):
         o_v = (chunk * U + i_u) * BV + o_b
         b_p = weigh(read_logits(p_row, o_v, V), peak, per_unit, tau, floor, DT)
-        if HAS_LAWS:
+        if HAS_LAWS:  # noqa: SIM102, compiled or not
             if num_fallen > 0:
                 b_q = tl.load(p_law + o_v, mask=o_v < V, other=0.0).to(DT)
                 # The last draft that fell left its law unnormalised, as its sums are.

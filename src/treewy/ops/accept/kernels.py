@@ -3,51 +3,47 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from treewy.errors import ShapeError, UnsupportedError
 from treewy.ops.accept.drawing import accept_sampled_kernel
-from treewy.ops.accept.walking import accept_choices_kernel, accept_walk_kernel
 from treewy.ops.accept.philox import accept_uniforms_kernel
 from treewy.ops.accept.records import AcceptedTables, DrawnLaws, RequestLaws
+from treewy.ops.accept.walking import accept_choices_kernel, accept_walk_kernel
 from treewy.ops.launch import launch
-from treewy.ops.tree.kernels import check_max_rows
+from treewy.ops.tree.kernels import check_max_rows, next_power_of_2
 from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens of a block, and its warps: 16 bytes of bfloat16 logits per thread.
-BLOCK, WARPS = 4096, 16
-# Blocks whose loads are in flight together: in a plain search for the largest logit, and where weights are summed.
-SEARCH_BLOCKS, SUM_BLOCKS = 8, 4
+WARPS = 16
+# Tokens of a block, and blocks whose loads are in flight together: in a search for the largest logit, and where weights
+# of a dtype are summed. Larger ones spill registers.
+SEARCH, SUMS = (4096, 8), {torch.float32: (2048, 4), torch.float64: (2048, 2)}
 UNIFORMS_BLOCK = 128
 
 
 class Split(NamedTuple):
-    """How a row of the vocabulary is read: `num_chunks` chunks of `blocks` blocks of `block` tokens."""
+    """How a row of the vocabulary is read: `num_chunks` chunks of `num_blocks` blocks of `block` tokens."""
 
     block: int
-    blocks: int
+    num_blocks: int
     num_chunks: int
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """What kernels call them."""
-        return {"BV": self.block, "U": self.blocks, "NC": self.num_chunks}
 
-
-def split(vocab: int, blocks: int) -> Split:
-    """Return how to read a row of `vocab` tokens, at most `blocks` blocks at once."""
-    block = min(BLOCK, triton.next_power_of_2(max(vocab, 1)))
-    blocks = min(blocks, triton.cdiv(max(vocab, 1), block))
-    return Split(block, blocks, triton.cdiv(max(vocab, 1), block * blocks))
+def split(vocab: int, block: int, num_blocks: int) -> Split:
+    """Return how to read a row of `vocab` tokens, in blocks no larger and no more at once than that."""
+    tokens = max(vocab, 1)
+    block = min(block, next_power_of_2(tokens))
+    num_blocks = min(num_blocks, -(-tokens // block))
+    return Split(block, num_blocks, -(-tokens // (block * num_blocks)))
 
 
 def choices(logits: Tensor, tables: TreeTables | None, slots: Tensor | None, out: Tensor) -> None:
     """See `api.choices`."""
     check_logits(logits)
     vocab = logits.shape[1]
+    search = split(vocab, *SEARCH)
     launch(
         accept_choices_kernel,
         (logits.shape[0],),
@@ -59,7 +55,9 @@ def choices(logits: Tensor, tables: TreeTables | None, slots: Tensor | None, out
         HAS_TABLES=tables is not None,
         HAS_SLOTS=slots is not None,
         V=vocab,
-        **split(vocab, SEARCH_BLOCKS).constants,
+        NC=search.num_chunks,
+        U=search.num_blocks,
+        BV=search.block,
         num_warps=WARPS,
     )
 
@@ -100,7 +98,7 @@ def sampled(
     check_max_rows(tables.max_rows)
     check_logits(logits)
     vocab, room = logits.shape[1], out.tokens.shape[1]
-    parts = split(vocab, SUM_BLOCKS)
+    search, sums = split(vocab, *SEARCH), split(vocab, *SUMS[weights])
     _check_rows_lie_together("uniforms", uniforms)
     if drawn is not None:
         _check_rows_lie_together("laws", drawn.laws)
@@ -125,9 +123,14 @@ def sampled(
         HAS_LAWS=drawn is not None,
         HAS_SLOTS=slots is not None,
         **_sizes(tables.max_rows, room),
+        NX=search.num_chunks,
+        UX=search.num_blocks,
+        BX=search.block,
         V=vocab,
-        **parts.constants,
-        BC=triton.next_power_of_2(parts.num_chunks),
+        NC=sums.num_chunks,
+        U=sums.num_blocks,
+        BV=sums.block,
+        BC=next_power_of_2(sums.num_chunks),
         DT=tl.float64 if weights == torch.float64 else tl.float32,
         num_warps=WARPS,
     )
@@ -138,7 +141,7 @@ def uniforms(keys: Tensor, positions: Tensor, out: Tensor) -> None:
     num_seqs, num = out.shape
     launch(
         accept_uniforms_kernel,
-        (num_seqs, triton.cdiv(num, UNIFORMS_BLOCK)),
+        (num_seqs, -(-num // UNIFORMS_BLOCK)),
         keys.contiguous(),
         positions.contiguous(),
         out,
@@ -179,7 +182,7 @@ def _results(out: AcceptedTables) -> tuple[Tensor, ...]:
 
 
 def _sizes(max_rows: int, room: int) -> dict[str, int]:
-    return {"BT": triton.next_power_of_2(max(max_rows, 1)), "BP": triton.next_power_of_2(max(room, 1))}
+    return {"BT": next_power_of_2(max_rows), "BP": next_power_of_2(room)}
 
 
 def _contiguous(slots: Tensor | None) -> Tensor | None:

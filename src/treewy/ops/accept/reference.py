@@ -66,7 +66,7 @@ def _law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     if top_p < 1:
         ordered = np.sort(p)[::-1]
         reached = np.flatnonzero(np.cumsum(ordered) >= top_p)
-        p = _kept(p, ordered[reached[0]] if len(reached) else 0.0)
+        p = _kept(p, float(ordered[reached[0]]) if len(reached) else 0.0)
     return _kept(p, min_p * p.max())
 
 

@@ -36,7 +36,7 @@ def find_peak(p_row, V: tl.constexpr, NC: tl.constexpr, U: tl.constexpr, BV: tl.
             m_more = b_logits > b_max
             b_max = tl.where(m_more, b_logits, b_max)
             b_at = tl.where(m_more, i_c * U + i_u, b_at)
-            b_bad |= (b_logits != b_logits).to(tl.int32)
+            b_bad |= (b_logits != b_logits).to(tl.int32)  # noqa: PLR0124, true of a NaN
     peak = tl.max(b_max, 0)
     best = tl.min(tl.where(b_max == peak, b_at * BV + o_b, V), 0)
     is_sound = (tl.max(b_bad, 0) == 0) & (peak > MINUS_INFINITY) & (peak < INFINITY)
@@ -88,7 +88,8 @@ def find_threshold(
         one, two, three = low + part // PARTS, low + part * 2 // PARTS, low + part * 3 // PARTS
         t_one, t_two, t_three = _number(one), _number(two), _number(three)
         t_low, t_high = _number(low), _number(high)
-        b_one, b_two, b_three = tl.zeros([BV], tl.float64), tl.zeros([BV], tl.float64), tl.zeros([BV], tl.float64)
+        SIZE: tl.constexpr = tl.float64 if MASS else tl.int32
+        b_one, b_two, b_three = tl.zeros([BV], SIZE), tl.zeros([BV], SIZE), tl.zeros([BV], SIZE)
         b_first = tl.full([BV], float("inf"), tl.float32)
         b_last = tl.full([BV], float("-inf"), tl.float32)
         for i_c in range(NC):
@@ -101,9 +102,9 @@ def find_threshold(
                     b_two += tl.where(b_logits >= t_two, b_size, 0.0)
                     b_three += tl.where(b_logits >= t_three, b_size, 0.0)
                 else:
-                    b_one += (b_logits >= t_one).to(tl.float64)
-                    b_two += (b_logits >= t_two).to(tl.float64)
-                    b_three += (b_logits >= t_three).to(tl.float64)
+                    b_one += (b_logits >= t_one).to(tl.int32)
+                    b_two += (b_logits >= t_two).to(tl.int32)
+                    b_three += (b_logits >= t_three).to(tl.int32)
                 m_in = (b_logits >= t_low) & (b_logits < t_high)
                 b_first = tl.minimum(b_first, tl.where(m_in, b_logits, INFINITY))
                 b_last = tl.maximum(b_last, tl.where(m_in, b_logits, MINUS_INFINITY))

@@ -46,7 +46,7 @@ def accept_walk_kernel(
     start, b_parents, b_tokens, is_going = read_tree(
         parents, cu_rows, seq_of_row, tokens, slots, i_b, num_rows, HAS_SLOTS, BT
     )
-    o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
+    o_p = tl.arange(0, BP)
     b_rows = tl.full([BP], 0, tl.int32) + num_rows
     b_delivered = tl.full([BP], NONE, tl.int32)
     ending = tl.where(is_going, CUT, NOTHING)
@@ -69,9 +69,7 @@ def accept_walk_kernel(
 
 @triton.jit
 @no_type_check
-def read_tree(
-    parents, cu_rows, seq_of_row, tokens, slots, i_b, num_rows, HAS_SLOTS: tl.constexpr, BT: tl.constexpr
-):
+def read_tree(parents, cu_rows, seq_of_row, tokens, slots, i_b, num_rows, HAS_SLOTS: tl.constexpr, BT: tl.constexpr):
     """Return (first row, parents and tokens of the tree's rows, whether there is a root and a slot)."""
     o_t = tl.arange(0, BT)
     start, end = tl.load(cu_rows + i_b), tl.load(cu_rows + i_b + 1)

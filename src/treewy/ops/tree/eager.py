@@ -70,7 +70,9 @@ def _own_bits(places: Tensor, num_words: int) -> Tensor:
 
 def _find(cu_rows: Tensor, bounds: Tensor, lost: Tensor, seq: Tensor, max_rows: int, faults: Tensor) -> None:
     moved = bounds != cu_rows
-    rootless = torch.zeros(len(faults), dtype=torch.int64, device=faults.device).index_add_(0, seq[lost], lost[lost].long())
+    rootless = torch.zeros_like(faults, dtype=torch.int64)
+    if len(faults):
+        rootless.index_add_(0, seq, lost.long())
     sizes = bounds[1:] - bounds[:-1]
     found = FAULT_BOUNDS * (moved[1:] | moved[:-1]) + FAULT_SIZE * (sizes > max_rows) + FAULT_PARENT * (rootless > 0)
     faults.copy_(found)

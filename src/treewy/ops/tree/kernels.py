@@ -26,7 +26,7 @@ def tables(parents: Tensor, cu_rows: Tensor, out: TreeTables, faults: Tensor | N
     num_seqs, num_rows, num_words = out.num_seqs, out.num_rows, out.ancestors.shape[1]
     launch(
         tree_tables_kernel,
-        (num_seqs + triton.cdiv(num_rows, FILL) or 1,),
+        (num_seqs + -(-num_rows // FILL) or 1,),
         parents.contiguous(),
         cu_rows.contiguous(),
         *out[:5],
@@ -35,10 +35,10 @@ def tables(parents: Tensor, cu_rows: Tensor, out: TreeTables, faults: Tensor | N
         num_rows,
         out.max_rows,
         HAS_FAULTS=faults is not None,
-        BT=triton.next_power_of_2(max(out.max_rows, 1)),
+        BT=next_power_of_2(out.max_rows),
         NW=num_words,
-        BW=triton.next_power_of_2(max(num_words, 1)),
-        BB=triton.next_power_of_2(num_seqs + 1),
+        BW=next_power_of_2(num_words),
+        BB=next_power_of_2(num_seqs + 1),
         FILL=FILL,
         num_warps=4,
     )
@@ -58,9 +58,14 @@ def paths(tables: TreeTables, nodes: Tensor, out: PathTables) -> None:
         *out,
         tables.num_rows,
         room,
-        BP=triton.next_power_of_2(max(room, 1)),
+        BP=next_power_of_2(room),
         num_warps=1,
     )
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of 2 that is at least this, and 1."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def check_max_rows(max_rows: int) -> None:
@@ -77,7 +82,7 @@ def check_max_rows(max_rows: int) -> None:
 
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 @no_type_check
-def tree_tables_kernel(
+def tree_tables_kernel(  # noqa: PLR0915
     parents,
     cu_rows,
     out_parents,
@@ -180,10 +185,9 @@ def tree_paths_kernel(parents, cu_rows, seq_of_row, depth, nodes, rows, lengths,
     o_p = tl.arange(0, BP)
     start, end = tl.load(cu_rows + i_b), tl.load(cu_rows + i_b + 1)
     at = tl.load(nodes + i_b).to(tl.int32)
-    left = 0
-    if (at >= 0) & (at < end - start):
-        if tl.load(seq_of_row + start + at) == i_b:
-            left = tl.load(depth + start + at) + 1
+    m_in = (at >= 0) & (at < end - start)
+    m_in = m_in & (tl.load(seq_of_row + start + at, mask=m_in, other=-1) == i_b)
+    left = tl.load(depth + start + at, mask=m_in, other=-1) + 1
     tl.store(lengths + i_b, tl.minimum(left, room))
     b_path = tl.full([BP], 0, tl.int32) + num_rows
     while left > 0:

@@ -1,5 +1,7 @@
 """The definition of tree tables: every row walks to its root, on the host."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -16,7 +18,7 @@ def tables(parents: Tensor, cu_rows: Tensor, out: TreeTables, faults: Tensor | N
     up, owner, depth = np.full(num_rows, -1), np.full(num_rows, -1), np.zeros(num_rows, dtype=int)
     words = np.zeros(out.ancestors.shape, dtype=np.uint32)
     found = np.zeros(out.num_seqs, dtype=int)
-    for seq, (start, end) in enumerate(zip(moved[:-1], moved[1:], strict=True)):
+    for seq, (start, end) in enumerate(pairwise(moved)):
         found[seq] |= FAULT_BOUNDS * (bounds[seq] != start or bounds[seq + 1] != end)
         found[seq] |= FAULT_SIZE * (end - start > out.max_rows)
         for place in range(min(end - start, out.max_rows)):
