@@ -13,7 +13,7 @@ from ops.attention_compile import SHARED, compile_all
 from ops.problems import SHAPES
 from ops.test_attention import SCALE, close, make
 from tolerances import ATTENTION_FLOAT16, SHORT_SUM_FLOAT32
-from treewy.errors import CapacityError, ShapeError, UnsupportedError
+from treewy.errors import BackendError, CapacityError, ShapeError, UnsupportedError
 from treewy.ops import attention
 from treewy.ops.attention import Paged, Workspace
 from treewy.ops.attention.kernels import geometry
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
         call = (self.q, self.k, self.v, self.committed, self.tree.tables)
         if backend != "triton":
             return attention.verify_paged(*call, scale=SCALE, backend=backend)
-        with launched("attend_chunks_kernel", "merge_chunks_kernel"):
+        with launched("attend_parts_kernel", "merge_parts_kernel"):
             return attention.verify_paged(*call, **{"scale": SCALE, "backend": backend, **options})
 
     def select(self, seqs, **options):
@@ -267,7 +267,11 @@ class TestVerify:
         for backend in ("eager", "reference"):
             with pytest.raises(CapacityError, match="page"):
                 bad.verify(backend)
-        long = problem._replace(committed=Paged(keys, values, table, torch.tensor([10**6, 5]).int()))
+        long, full = (
+            problem._replace(committed=Paged(keys, values, table, torch.tensor([places, 5], dtype=torch.int32)))
+            for places in (10**6, 8 * table.shape[1])
+        )
+        assert torch.equal(long.verify(), full.verify())
         assert torch.equal(long.verify()[1], got[1])
         for backend in ("eager", "reference"):
             with pytest.raises(CapacityError, match="table"):
@@ -308,7 +312,7 @@ class TestPlainPools:
             ]
             problem = problem._replace(q=problem.q[[*asking, 22, 23]])
         want = problem.verify(first_query=first)
-        with launched("attend_chunks_kernel", "merge_chunks_kernel"):
+        with launched("attend_parts_kernel", "merge_parts_kernel"):
             got = problem.verify(first_query=first, backend="triton")
         close(got, want, SHORT_SUM_FLOAT32)
 
@@ -456,6 +460,20 @@ class TestCommit:
         assert torch.equal(got.keys.nan_to_num(7e3), want.keys.nan_to_num(7e3))
 
 
+def test_public_names():
+    """Pinned, as engines of other people call them."""
+    assert attention.__all__ == [
+        "Paged",
+        "Workspace",
+        "commit",
+        "commit_paged",
+        "compact_paged",
+        "verify",
+        "verify_paged",
+        "workspace",
+    ]
+
+
 class TestRefusals:
     def test_shapes(self):
         good = paged(["scattered", "chain 3"], [9, 3])
@@ -476,6 +494,19 @@ class TestRefusals:
             attention.commit_paged(good.committed, good.k, good.v, path)
         with pytest.raises(ShapeError, match="path"):
             attention.compact_paged(good.committed, tables, path)
+
+    @pytest.mark.parametrize("backend", ["Triton", "", "auto"])
+    def test_an_unknown_backend(self, backend):
+        """Fault G06's kind: never something else, silently."""
+        x = paged(["root"], [3])
+        path = pack_paths(x.tree, [[0]]).tables
+        for call in (
+            lambda: attention.verify_paged(*x[:4], x.tree.tables, scale=SCALE, backend=backend),
+            lambda: attention.commit_paged(x.committed, x.k, x.v, path, backend=backend),
+            lambda: attention.compact_paged(x.committed, x.tree.tables, path, backend=backend),
+        ):
+            with pytest.raises(BackendError, match=f"attention.*{backend!r}"):
+                call()
 
     def test_what_kernels_are_not_made_for(self):
         good = paged(["root"], [3])
@@ -502,11 +533,11 @@ class TestGeometry:
             for dim in (64, 96, 128, 192, 256):
                 for dtype in geometry.DTYPES:
                     launches = [
-                        geometry.Launch(seqs, heads, pairs, chunks, dim, dtype)
+                        geometry.Launch(seqs, heads, pairs, parts, dim, dtype)
                         for seqs in (1, 8, 128)
                         for heads in (1, 2, 8)
                         for pairs in (1, 8, 65, 512, 1024)
-                        for chunks in (1, 16)
+                        for parts in (1, 17)
                     ]
                     assert len({geometry.geometry(launch, gpu).places for launch in launches}) == 1
 
@@ -521,12 +552,12 @@ class TestGeometry:
         for length in (0, 1, 1023, 1024, 1025, 16384, 16385, 40000, 10**6):
             share = math.ceil(math.ceil(length / chunking.max_chunks) / 128) * 128
             needed = math.ceil(length / max(share, chunking.min_places))
-            assert max(1, needed) <= chunking.num_chunks(length)
+            assert needed < chunking.num_parts(length)
 
 
 def test_every_kernel_compiles_for_three_generations():
     """Within the shared memory of each; smaller GPUs get smaller blocks."""
     figures = compile_all()
-    kernels = {"attend_chunks_kernel", "merge_chunks_kernel", "commit_rows_kernel", "compact_rows_kernel"}
+    kernels = {"attend_parts_kernel", "merge_parts_kernel", "commit_rows_kernel", "compact_rows_kernel"}
     assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}
     assert not [one for one in figures if one.shared > SHARED[one.arch]]
