@@ -21,6 +21,9 @@ from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
 
+# Query heads that one program of the merge takes.
+MERGED_AT_ONCE = 4
+
 # Rows that a commit in place reads before it writes them.
 MOVED_AT_ONCE = 16
 
@@ -131,27 +134,41 @@ def _attend(
     scratch: Workspace | None,
     page: int,
 ) -> None:
+    _check(q, k, v, committed.keys, committed.values, scale)
+    num_parts = shapes.CHUNKING.num_parts(committed.max_places)
+    if scratch is None:
+        scratch = workspace(*q.shape, committed.max_places, q.device)
+    _check_scratch(scratch, (num_parts, *q.shape[:2]), q.shape[2])
+    # exp(x) = exp2(x * log2(e))
+    scale = scale * math.log2(math.e)
+    _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)
+    _launch_merge(scratch, asking, committed, scale, out, num_parts)
+
+
+def _launch_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    asking: _Asking,
+    scale: float,
+    scratch: Workspace,
+    num_parts: int,
+    page: int,
+) -> None:
     keys, values, table, lengths = committed
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    _check(q, k, v, keys, values, scale)
-    max_places = committed.max_places
-    num_parts = shapes.CHUNKING.num_parts(max_places)
-    if scratch is None:
-        scratch = workspace(num_queries, num_heads, head_dim, max_places, q.device)
-    _check_scratch(scratch, (num_parts, num_queries, num_heads), head_dim)
     num_pairs = tree.max_rows * num_heads // num_kv_heads
     made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_parts, head_dim, q.dtype)
-    blocks = shapes.geometry(made_for, shapes.gpu_of(q.device))
-    block = shapes.block_of(head_dim)
-    # exp(x) = exp2(x * log2(e))
-    scale = scale * math.log2(math.e)
+    blocks, block = shapes.geometry(made_for, shapes.gpu_of(q.device)), shapes.block_of(head_dim)
     num_tiles = -(-num_pairs // blocks.pairs) * (block // blocks.columns)
     launch(
         attend_parts_kernel,
         (num_tiles, num_kv_heads * num_parts, tree.num_seqs if num_queries else 0),
         *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
-        *(scale, keys.shape[0], max_places, num_queries, num_parts, *shapes.CHUNKING),
+        *(scale, keys.shape[0], committed.max_places, num_queries, num_parts, *shapes.CHUNKING),
         *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
         *tree.ancestors.stride(),
         HK=num_kv_heads,
@@ -167,15 +184,22 @@ def _attend(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
-    heads_at_once = min(4, 1 << (num_heads - 1).bit_length())
+
+
+def _launch_merge(
+    scratch: Workspace, asking: _Asking, committed: Paged, scale: float, out: Tensor, num_parts: int
+) -> None:
+    num_queries, num_heads, head_dim = out.shape
+    heads_at_once = min(MERGED_AT_ONCE, 1 << (num_heads - 1).bit_length())
     launch(
         merge_parts_kernel,
         (num_queries, -(-num_heads // heads_at_once)),
-        *(*scratch, asking.seq, lengths, out, scale, max_places, num_queries, *shapes.CHUNKING, *out.stride()),
+        *(*scratch, asking.seq, committed.lengths, out, scale, committed.max_places, num_queries),
+        *(*shapes.CHUNKING, *out.stride()),
         HQ=num_heads,
         E=head_dim,
         BH=heads_at_once,
-        BE=block,
+        BE=shapes.block_of(head_dim),
         NUM_PARTS=num_parts,
         num_warps=4,
     )
