@@ -190,7 +190,7 @@ def chosen(blocks: Geometry | None = None, chunking: Chunking | None = None, *, 
     old = module.geometry, module.CHUNKING, kernels.launch
 
     def without_merge(kernel: Any, *args: Any, **options: Any) -> None:
-        if launch.name_of(kernel) != "merge_chunks_kernel":
+        if launch.name_of(kernel) != "merge_parts_kernel":
             launch.launch(kernel, *args, **options)
 
     if blocks is not None:
@@ -224,7 +224,7 @@ def measure(case: Case, reps: int) -> dict[str, Any]:
     graphs = [captured(call, len(x.tables)) for call in calls.values()]
     with chosen(merge=False):
         graphs.append(captured(calls["ours"], len(x.tables)))
-    times = dict(zip([*calls, "chunks"], median_us(graphs, len(x.tables), reps), strict=True))
+    times = dict(zip([*calls, "parts"], median_us(graphs, len(x.tables), reps), strict=True))
     row = case._asdict() | {"us": {name: round(us, 2) for name, us in times.items()}}
     row["bytes"], row["gb_per_s"] = case.bytes, round(case.bytes / times["ours"] / 1e3)
     fastest = min((us for name, us in times.items() if name.startswith("fa3")), default=None)

@@ -88,7 +88,6 @@ def main() -> None:
             (1, 4, 4096, 256, torch.bfloat16),
             (32, 16, 4096, 256, torch.bfloat16),
             (32, 4, 4096, 256, torch.bfloat16),
-            (32, 64, 4096, 128, torch.float16),
             (32, 64, 4096, 96, torch.bfloat16),
             (2, 4, 1024, 256, torch.float32),
         ):

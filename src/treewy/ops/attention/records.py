@@ -38,7 +38,9 @@ class Paged(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Scratch of one `verify_paged`: partial results of each chunk of a prefix. Layers of a step may share one.
+    """Scratch of one `verify_paged`: partial results of each row's tree and of each chunk of its prefix.
+
+    Layers of a step may share one.
 
     Attributes:
         sums: Weighted sums of values, not divided.
@@ -46,9 +48,9 @@ class Workspace(NamedTuple):
         totals: Sums of weights.
     """
 
-    sums: Float[Tensor, "chunks N HQ E"]
-    tops: Float[Tensor, "chunks N HQ"]
-    totals: Float[Tensor, "chunks N HQ"]
+    sums: Float[Tensor, "parts N HQ E"]
+    tops: Float[Tensor, "parts N HQ"]
+    totals: Float[Tensor, "parts N HQ"]
 
 
 def check_places(committed: Paged, seq: int, start: int, stop: int) -> tuple[Int[Tensor, "P"], Int[Tensor, "P"]]:

@@ -1,7 +1,7 @@
 """Tree attention and its commits in Triton: nothing of trees, paths or lengths is known on the host.
 
-`verify_paged` runs two kernels: chunks of each prefix, the tree with the first, then their merge. The calls on plain pools
-are the same kernels on one page per slot, with lengths brought from the host.
+`verify_paged` runs two kernels: the parts of each row's softmax, which are its tree and the chunks of its prefix, then their
+merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
 """
 
 import math
@@ -12,14 +12,17 @@ import torch
 
 from treewy.errors import CapacityError, UnsupportedError
 from treewy.ops.attention.kernels import geometry as shapes
-from treewy.ops.attention.kernels.chunks import attend_chunks_kernel
-from treewy.ops.attention.kernels.merge import merge_chunks_kernel
+from treewy.ops.attention.kernels.merge import merge_parts_kernel
 from treewy.ops.attention.kernels.moves import commit_rows_kernel, compact_rows_kernel
+from treewy.ops.attention.kernels.parts import attend_parts_kernel
 from treewy.ops.attention.records import Paged, Workspace
 from treewy.ops.launch import launch, refuse_interpreted_bfloat16
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
+
+# Query heads that one program of the merge takes.
+MERGED_AT_ONCE = 4
 
 # Rows that a commit in place reads before it writes them.
 MOVED_AT_ONCE = 16
@@ -96,7 +99,7 @@ def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
 
 def workspace(num_rows: int, num_heads: int, head_dim: int, max_places: int, device: torch.device | str) -> Workspace:
     """See `api.workspace`."""
-    shape = (shapes.CHUNKING.num_chunks(max_places), num_rows, num_heads)
+    shape = (shapes.CHUNKING.num_parts(max_places), num_rows, num_heads)
     empty = [torch.empty(*shape, *tail, dtype=torch.float32, device=device) for tail in ((head_dim,), (), ())]
     return Workspace(*empty)
 
@@ -131,27 +134,41 @@ def _attend(
     scratch: Workspace | None,
     page: int,
 ) -> None:
+    _check(q, k, v, committed.keys, committed.values, scale)
+    num_parts = shapes.CHUNKING.num_parts(committed.max_places)
+    if scratch is None:
+        scratch = workspace(*q.shape, committed.max_places, q.device)
+    _check_scratch(scratch, (num_parts, *q.shape[:2]), q.shape[2])
+    # exp(x) = exp2(x * log2(e))
+    scale = scale * math.log2(math.e)
+    _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)
+    _launch_merge(scratch, asking, committed, scale, out, num_parts)
+
+
+def _launch_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    asking: _Asking,
+    scale: float,
+    scratch: Workspace,
+    num_parts: int,
+    page: int,
+) -> None:
     keys, values, table, lengths = committed
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    _check(q, k, v, keys, values, scale)
-    max_places = committed.max_places
-    num_chunks = shapes.CHUNKING.num_chunks(max_places)
-    if scratch is None:
-        scratch = workspace(num_queries, num_heads, head_dim, max_places, q.device)
-    _check_scratch(scratch, (num_chunks, num_queries, num_heads), head_dim)
     num_pairs = tree.max_rows * num_heads // num_kv_heads
-    made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_chunks, head_dim, q.dtype)
-    blocks = shapes.geometry(made_for, shapes.gpu_of(q.device))
-    block = shapes.block_of(head_dim)
-    # exp(x) = exp2(x * log2(e))
-    scale = scale * math.log2(math.e)
+    made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_parts, head_dim, q.dtype)
+    blocks, block = shapes.geometry(made_for, shapes.gpu_of(q.device)), shapes.block_of(head_dim)
     num_tiles = -(-num_pairs // blocks.pairs) * (block // blocks.columns)
     launch(
-        attend_chunks_kernel,
-        (num_tiles, num_kv_heads * num_chunks, tree.num_seqs if num_queries else 0),
+        attend_parts_kernel,
+        (num_tiles, num_kv_heads * num_parts, tree.num_seqs if num_queries else 0),
         *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
-        *(scale, keys.shape[0], max_places, num_queries, num_chunks, *shapes.CHUNKING),
+        *(scale, keys.shape[0], committed.max_places, num_queries, num_parts, *shapes.CHUNKING),
         *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
         *tree.ancestors.stride(),
         HK=num_kv_heads,
@@ -167,16 +184,23 @@ def _attend(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
-    heads_at_once = min(4, 1 << (num_heads - 1).bit_length())
+
+
+def _launch_merge(
+    scratch: Workspace, asking: _Asking, committed: Paged, scale: float, out: Tensor, num_parts: int
+) -> None:
+    num_queries, num_heads, head_dim = out.shape
+    heads_at_once = min(MERGED_AT_ONCE, 1 << (num_heads - 1).bit_length())
     launch(
-        merge_chunks_kernel,
+        merge_parts_kernel,
         (num_queries, -(-num_heads // heads_at_once)),
-        *(*scratch, asking.seq, lengths, out, scale, max_places, num_queries, *shapes.CHUNKING, *out.stride()),
+        *(*scratch, asking.seq, committed.lengths, out, scale, committed.max_places, num_queries),
+        *(*shapes.CHUNKING, *out.stride()),
         HQ=num_heads,
         E=head_dim,
         BH=heads_at_once,
-        BE=block,
-        NUM_CHUNKS=num_chunks,
+        BE=shapes.block_of(head_dim),
+        NUM_PARTS=num_parts,
         num_warps=4,
     )
 

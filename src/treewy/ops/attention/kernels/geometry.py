@@ -16,7 +16,7 @@ BIG_SHARED = 200 * 1024
 
 
 class Chunking(NamedTuple):
-    """How a prefix is cut into chunks, which are merged in order: all that a row's bits depend on beside its operands.
+    """How a prefix is cut into chunks, which are merged in order after the tree.
 
     A chunk holds `min_places` places, or as many more as it takes to need no more than `max_chunks` chunks. So where a
     sequence is cut depends on its own length alone: not on the batch, not on the longest sequence a graph is made for.
@@ -25,18 +25,18 @@ class Chunking(NamedTuple):
     min_places: int
     max_chunks: int
 
-    def num_chunks(self, max_places: int) -> int:
-        """Return how many chunks the longest possible prefix has."""
-        return min(self.max_chunks, max(1, -(-max_places // self.min_places)))
+    def num_parts(self, max_places: int) -> int:
+        """Return into how many parts the longest possible row falls: its tree, and the chunks of its prefix."""
+        return 1 + min(self.max_chunks, -(-max_places // self.min_places))
 
 
-# Fewer chunks: fewer partial sums to write and read back, which at 64 rows and a large batch is most of the cost. More
-# chunks: a single long sequence fills the GPU.
+# Fewer chunks: fewer partial sums to write and read back, which costs most at many rows and a large batch. More chunks: a
+# single long sequence fills the GPU.
 CHUNKING = Chunking(min_places=1024, max_chunks=16)
 
 
 class Geometry(NamedTuple):
-    """Blocks of the chunk kernel: pairs of (row, query head), places, value columns; and how it is compiled.
+    """Blocks of the parts' kernel: pairs of (row, query head), places, value columns; and how it is compiled.
 
     Sums over places run over blocks of `places`, which is the same for every launch of a head dim, dtype and GPU.
     The other fields do not change the order of any sum.
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
         num_seqs: Sequences.
         num_kv_heads: KV heads.
         num_pairs: (row, query head) pairs of the largest tree and one KV head.
-        num_chunks: Chunks of the longest prefix.
+        num_parts: Parts of the longest row.
         head_dim: Head dim.
         dtype: Dtype of the operands.
     """
@@ -64,13 +64,13 @@ class Launch(NamedTuple):
     num_seqs: int
     num_kv_heads: int
     num_pairs: int
-    num_chunks: int
+    num_parts: int
     head_dim: int
     dtype: torch.dtype
 
     def programs(self, pairs: int) -> int:
         """Return the programs of a launch with tiles of `pairs` pairs."""
-        return self.num_seqs * self.num_kv_heads * self.num_chunks * -(-self.num_pairs // pairs)
+        return self.num_seqs * self.num_kv_heads * self.num_parts * -(-self.num_pairs // pairs)
 
 
 class Gpu(NamedTuple):
