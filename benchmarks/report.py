@@ -32,7 +32,8 @@ def tables() -> str:
     """Return the tables of the held-out result files that cover enough prompts to read anything from."""
     heldout = "".join(_table(rows) for rows in _results("heldout*") if rows[0]["num_prompts"] >= MIN_PROMPTS)
     sampled = "".join(map(_sampled_table, _results("sampled")))
-    return heldout + sampled + "".join(_engine_table(report) for (report,) in _results("engine*"))
+    engine = "".join(_engine_table(report) for (report,) in _results("engine*"))
+    return heldout + sampled + engine + "".join(_ops_table(first, lines) for first, *lines in _results("ops*"))
 
 
 def _results(pattern: str) -> list[list[dict[str, Any]]]:
@@ -111,6 +112,16 @@ def _engine_line(name: str, x: dict[str, Any]) -> str:
         "yes" if x["equal"] else "no",
     ]
     return "| " + " | ".join(cells) + " |\n"
+
+
+def _ops_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+    """Return times of the kernels; what was not timed stands below with its reason."""
+    from treewy.bench.ops.report import COLUMNS, notes, table_rows, title_of
+
+    title = f"Kernels, {title_of(first)} ({_command(first['environment'])}). Times are microseconds of one layer.\n\n"
+    header = f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|\n"
+    rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table_rows(lines))
+    return title + header + rows + "\n" + "".join(f"- {note}\n" for note in notes(lines)) + "\n"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ def test_public_names() -> None:
     assert set(names) <= set(dir(treewy))
     for name in names:
         assert getattr(treewy, name) is not None
-    assert {"gdn", "conv", "attention"} <= set(dir(treewy.ops))
+    assert {"accept", "attention", "conv", "gdn", "tree"} <= set(dir(treewy.ops))
     with pytest.raises(AttributeError, match="no attribute 'speculate'"):
         _ = treewy.speculate
 
@@ -66,7 +66,31 @@ def test_public_names_of_the_delta_rule() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["cache", "draft", "engine", "hf", "model", "ops", "planner"])
+def test_public_names_of_the_convolution() -> None:
+    """Pinned, as engines of other people call them."""
+    assert treewy.ops.conv.__all__ == ["Split", "commit", "verify", "verify_split"]
+    assert treewy.ops.__all__ == ["Facts", "accept", "attention", "conv", "gdn", "tree", "warmup"]
+
+
+def test_public_names_of_trees_and_acceptance() -> None:
+    """Pinned: what builds a captured step."""
+    assert treewy.ops.tree.__all__ == ["FAULT_BOUNDS", "FAULT_PARENT", "FAULT_SIZE", "empty", "paths", "tables"]
+    assert treewy.ops.accept.__all__ == [
+        "AcceptedTables",
+        "DrawnLaws",
+        "Ending",
+        "RequestLaws",
+        "choices",
+        "empty",
+        "greedy",
+        "request_laws",
+        "sampled",
+        "uniforms",
+        "walk_choices",
+    ]
+
+
+@pytest.mark.parametrize("name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner"])
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""
     room = __import__(f"treewy.{name}", fromlist=["__all__"])

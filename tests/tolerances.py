@@ -28,6 +28,9 @@ FLOAT32_FLOOR = 2.0**-23
 # Rung 4: unit roundoff of bfloat16, 8 significant bits. Casting the output costs each element at most this, relative.
 BFLOAT16_ROUNDOFF = 2.0**-8
 
+# The same of float16, 11 significant bits.
+FLOAT16_ROUNDOFF = 2.0**-11
+
 # Long outputs: the state after hundreds of steps against the walk that rounds its state once per token.
 DRIFT_FACTOR = 2.0
 
@@ -41,6 +44,7 @@ SHORT_SUM_FLOAT32 = 2e-6
 
 # The same with bfloat16 in and out: inputs are quantised before, so only the one rounding of the output is left.
 SHORT_SUM_BFLOAT16 = SHORT_SUM_FLOAT32 + BFLOAT16_ROUNDOFF
+SHORT_SUM_FLOAT16 = SHORT_SUM_FLOAT32 + FLOAT16_ROUNDOFF
 
 # Gates and other scalars of a few float32 operations, against float64: an ulp.
 FLOAT32_ULP = 2.0**-23
@@ -91,3 +95,11 @@ KERNEL_HARD_FLOAT32 = 2e-5
 # Two implementations of one step in float32, each a closed form: what they write for the next step. Log decays are exact
 # sums in the kernels.
 KERNEL_TWIN = 2e-6
+
+# Attention kernels in 16 bits against float64 on the same operands: weights are rounded before they meet the values, and
+# the output is cast; each costs at most one unit roundoff (2**-11 in float16, 2**-8 in bfloat16) of the largest value.
+ATTENTION_FLOAT16 = 2 * 2.0**-11
+ATTENTION_BFLOAT16 = 2 * 2.0**-8
+
+# The same in float32 on a GPU: three products of 11 significant bits each stand for one of float32, and lose its last bits.
+ATTENTION_FLOAT32 = 1e-5

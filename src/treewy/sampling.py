@@ -95,6 +95,12 @@ class Stream:
         entropy = secrets.randbits(128) if seed is None else seed
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy, spawn_key=(purpose,))))
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Two words, as int64, from which `ops.accept.uniforms` makes the same numbers on a device."""
+        one, two = self._generator.bit_generator.state["state"]["key"].view(np.int64).tolist()
+        return one, two
+
     def uniform(self, *shape: int) -> Array:
         """Return numbers in [0, 1)."""
         return self._generator.random(shape)

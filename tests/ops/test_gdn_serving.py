@@ -1,7 +1,6 @@
 """The serving entry's definition: over many steps it is the walk, and the finished ops one after the other."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +8,6 @@ from ops.checks import assert_close
 from ops.problems import trees
 from ops.serving import HARD, Spec, Stream
 from tolerances import EXACT
-from treewy.ops import gdn
 
 both_backends = pytest.mark.parametrize("backend", ["eager", "reference"])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from treewy.cli.bench import Bench
+from treewy.cli.bench import BENCHMARKS, Bench
 from treewy.cli.doctor import Doctor, package_version
 from treewy.cli.generate import Generate
 from treewy.cli.plan import Plan
@@ -75,9 +75,14 @@ def _parse(arguments: list[str]) -> Generate | Plan | Bench | Doctor:
             )
     except SystemExit as stop:
         if stop.code:
-            command = next((word for word in arguments[:1] if word in COMMANDS), None)
-            _report(f"{_one_line(errors.getvalue())}. See: {' '.join(filter(None, (PROGRAM, command)))} --help")
+            _report(f"{_one_line(errors.getvalue())}. See: {' '.join((PROGRAM, *_command(arguments)))} --help")
         raise
+
+
+def _command(arguments: list[str]) -> list[str]:
+    """Return the words of the command that was asked for, as far as there is one."""
+    command = [word for word in arguments[:1] if word in COMMANDS]
+    return command + [word for word in arguments[1:2] if command == ["bench"] and word in BENCHMARKS]
 
 
 def _one_line(box: str) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from treewy.errors import BackendError
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "reference", "triton", "cuda")
 
 
 class Implementations(NamedTuple):
@@ -18,11 +18,13 @@ class Implementations(NamedTuple):
         eager: PyTorch, on every device.
         reference: NumPy, the definition.
         kernels: Name of the module with the Triton kernels, which is imported when asked for; None where there is none.
+        cuda: The same of the CUDA C++ kernels.
     """
 
     eager: ModuleType
     reference: ModuleType
     kernels: str | None = None
+    cuda: str | None = None
 
 
 def select(op: str, implementations: Implementations, backend: str | None) -> ModuleType:
@@ -38,13 +40,15 @@ def select(op: str, implementations: Implementations, backend: str | None) -> Mo
             "Leave backend out to get the default."
         )
     if name == "triton":
-        return _kernels(op, implementations.kernels)
+        return _load(op, name, implementations.kernels)
+    if name == "cuda":
+        return _load(op, name, implementations.cuda)
     return getattr(implementations, name)
 
 
-def _kernels(op: str, module: str | None) -> ModuleType:
+def _load(op: str, backend: str, module: str | None) -> ModuleType:
     if module is None:
-        raise BackendError(f"A backend must have the op; there is no Triton kernel of {op}. Use backend='eager'.")
+        raise BackendError(f"A backend must have the op; {op} has no {backend} kernel. Use backend='eager'.")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

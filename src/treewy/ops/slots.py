@@ -3,7 +3,7 @@
 import torch
 
 from treewy.errors import CapacityError
-from treewy.packed import PackedPath, PackedTree
+from treewy.packed import PackedPath, PackedTree, TreeTables
 from treewy.shapes import Bool, Int, Tensor
 
 INERT = -1
@@ -46,7 +46,7 @@ def zero_inert(rows: Tensor, slots: Int[Tensor, "B"], tree: PackedTree, *, all_l
     return torch.where(live, rows, rows.new_zeros(()))
 
 
-def live_rows(slots: Int[Tensor, "B"], tree: PackedTree) -> Bool[Tensor, "N"]:
+def live_rows(slots: Int[Tensor, "B"], tree: PackedTree | TreeTables) -> Bool[Tensor, "N"]:
     """Return which packed rows belong to a sequence on a live slot."""
     seq = tree.seq_of_row
     if tree.num_seqs == 0:

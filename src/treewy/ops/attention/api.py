@@ -38,7 +38,7 @@ def verify(
         tree: The packed trees of `k` and `v`.
         scale: Factor of the scores.
         first_query: Row of each tree at which its queries start, when only the last rows of each tree ask.
-        backend: "eager" (default) or "reference".
+        backend: "eager" (default), "reference" or "triton".
 
     Raises:
         ShapeError: operands do not fit the tree.
@@ -48,9 +48,7 @@ def verify(
     """
     first = [0] * tree.num_seqs if first_query is None else list(first_query)
     _check(q, k, v, keys, values, slots, lengths, tree, first)
-    return _implementation("attention.verify", backend).verify(
-        q, k, v, keys, values, slots, lengths, tree, scale, first
-    )
+    return implementation("attention.verify", backend).verify(q, k, v, keys, values, slots, lengths, tree, scale, first)
 
 
 def commit(
@@ -77,10 +75,11 @@ def commit(
                 f"Committed places must fit the pool's {keys.shape[1]}; sequence {seq} needs {length} + {added}. "
                 "Grow the pool before the step."
             )
-    _implementation("attention.commit", backend).commit(keys, values, slots, lengths, k, v, path)
+    implementation("attention.commit", backend).commit(keys, values, slots, lengths, k, v, path)
 
 
-def _implementation(op: str, backend: str | None):
+def implementation(op: str, backend: str | None):
+    """Return the sibling that runs `op`."""
     from treewy.ops.attention import eager, reference
 
     return select(op, Implementations(eager, reference, "treewy.ops.attention.kernels"), backend)

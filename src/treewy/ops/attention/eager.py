@@ -6,9 +6,10 @@ from functools import lru_cache
 
 import torch
 
+from treewy.ops.attention.records import Paged, Workspace, check_places
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.slots import check_slots
-from treewy.packed import PackedPath, PackedTree
+from treewy.packed import WORD, PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Bool, Float, Tensor, lasting
 from treewy.tree import topology
 
@@ -39,8 +40,7 @@ def verify(
         bits = _bits(tree.shapes[seq], first[seq], str(q.device))
         length = lengths[seq]
         prefix = (keys[slot, :length], values[slot, :length]) if length else None
-        o = _attend(_grouped(q[queries], k.shape[1]) * scale, k[rows], v[rows], bits, prefix)
-        out[queries] = o.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        out[queries] = _rows(q[queries], k[rows], v[rows], bits, prefix, scale)
     return out
 
 
@@ -56,6 +56,66 @@ def commit(
             places = slice(lengths[seq], lengths[seq] + len(nodes))
             keys[slot, places] = k[rows].to(keys.dtype)
             values[slot, places] = v[rows].to(values.dtype)
+
+
+def verify_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    scale: float,
+    out: Tensor,
+    scratch: Workspace | None,
+) -> None:
+    """See `paged.verify_paged`; needs no scratch."""
+    out.zero_()
+    starts = tree.cu_rows.tolist()
+    for seq, length in enumerate(committed.lengths.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        if length < 0 or rows.start == rows.stop:
+            continue
+        node = torch.arange(rows.stop - rows.start, device=q.device)
+        bits = (tree.ancestors[rows][:, node // WORD] >> (node % WORD) & 1).bool()
+        pages, places = check_places(committed, seq, 0, length)
+        prefix = (committed.keys[pages, places], committed.values[pages, places]) if length else None
+        out[rows] = _rows(q[rows], k[rows], v[rows], bits, prefix, scale)
+
+
+def commit_paged(committed: Paged, k: Tensor, v: Tensor, path: PathTables) -> None:
+    """See `paged.commit_paged`."""
+    for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
+        if length >= 0 and added:
+            rows = path.rows[seq, :added].long()
+            _write(committed, check_places(committed, seq, length, length + added), k[rows], v[rows])
+
+
+def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
+    """See `paged.compact_paged`."""
+    starts = tree.cu_rows.tolist()
+    for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
+        if length >= 0 and added:
+            pages, places = check_places(committed, seq, length, length + starts[seq + 1] - starts[seq])
+            local = path.rows[seq, :added].long() - starts[seq]
+            moved = (pool[pages[local], places[local]] for pool in committed[:2])  # indexing copies
+            _write(committed, (pages[:added], places[:added]), *moved)
+
+
+def _write(committed: Paged, at: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+    committed.keys[at] = k.to(committed.keys.dtype)
+    committed.values[at] = v.to(committed.values.dtype)
+
+
+def _rows(
+    q: Float[Tensor, "Q HQ E"],
+    k: Float[Tensor, "T HK E"],
+    v: Float[Tensor, "T HK E"],
+    bits: Bool[Tensor, "Q T"],
+    prefix: tuple[Tensor, Tensor] | None,
+    scale: float,
+) -> Float[Tensor, "Q HQ E"]:
+    o = _attend(_grouped(q, k.shape[1]) * scale, k, v, bits, prefix)
+    return o.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
 def _grouped(q: Tensor, num_kv_heads: int) -> Tensor:

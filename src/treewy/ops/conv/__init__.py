@@ -1,5 +1,5 @@
 """Causal depthwise convolution over draft trees, with its committed window."""
 
-from treewy.ops.conv.api import commit, verify
+from treewy.ops.conv.api import Split, commit, verify, verify_split
 
-__all__ = ["commit", "verify"]
+__all__ = ["Split", "commit", "verify", "verify_split"]

@@ -77,9 +77,12 @@ class Prior(NamedTuple):
         path: The accepted rows, as rows of `record`.
         fold: Per sequence: not 0 folds all prior rows into the state now; 0 reads them beside it, and appends the path's
             rows to the history. Without a history every sequence with prior rows folds.
+        held: History rows of each sequence, `history.lengths[slots]`, gathered once for all layers: one load less to wait
+            for. None lets the kernel look them up.
     """
 
     history: History | None
     record: Record | None
     path: PathTables | None
     fold: Int[Tensor, "B"]
+    held: Int[Tensor, "B"] | None = None

@@ -3,6 +3,7 @@
 A group that is None is one that a launch does not have. Axes whose stride is not listed are contiguous.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ def path_args(path: PathTables) -> Path:
     return Path(path.rows, path.lengths, path.rows.shape[1])
 
 
-def check_layout(named: dict[str, Tensor | None], leading: int) -> None:
+def check_layout(named: Mapping[str, Tensor | None], leading: int) -> None:
     """Check that all axes behind the first `leading` are contiguous.
 
     Raises:
@@ -184,7 +185,7 @@ def check_layout(named: dict[str, Tensor | None], leading: int) -> None:
             )
 
 
-def check_dtypes(named: dict[str, Tensor | None]) -> None:
+def check_dtypes(named: Mapping[str, Tensor | None]) -> None:
     """Check that kernels have the dtypes.
 
     Raises:

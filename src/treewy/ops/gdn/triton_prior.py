@@ -3,6 +3,9 @@
 `at` is where a program works: (sequence, slot, key head, value head). `count` is (rows of the history, rows of the path).
 `past` is (history, record, path), of which any may be None.
 """
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102, PLR0915
 
 from typing import no_type_check
 

@@ -1,4 +1,7 @@
 """Device functions over the rows of one tree: gates, path sums of log decays, ancestor masks, and the solve."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102, PLR0915
 
 from typing import no_type_check
 

@@ -1,4 +1,7 @@
 """Device functions that read the state and fold prior rows into it. See `triton_prior` for `past`, `at` and `count`."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102, PLR0915
 
 from typing import no_type_check
 

@@ -1,4 +1,7 @@
 """The kernel of the gated delta rule: prior rows folded, read or appended, then one tree solved, per value head."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102, PLR0915
 
 from typing import no_type_check
 

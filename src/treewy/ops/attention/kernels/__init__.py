@@ -1,0 +1,243 @@
+"""Tree attention and its commits in Triton: nothing of trees, paths or lengths is known on the host.
+
+`verify_paged` runs two kernels: the parts of each row's softmax, which are its tree and the chunks of its prefix, then their
+merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from treewy.errors import CapacityError, UnsupportedError
+from treewy.ops.attention.kernels import geometry as shapes
+from treewy.ops.attention.kernels.merge import merge_parts_kernel
+from treewy.ops.attention.kernels.moves import commit_rows_kernel, compact_rows_kernel
+from treewy.ops.attention.kernels.parts import attend_parts_kernel
+from treewy.ops.attention.records import Paged, Workspace
+from treewy.ops.launch import launch, refuse_interpreted_bfloat16
+from treewy.ops.slots import check_slots
+from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
+from treewy.shapes import Tensor
+
+# Query heads that one program of the merge takes.
+MERGED_AT_ONCE = 4
+
+# Rows that a commit in place reads before it writes them.
+MOVED_AT_ONCE = 16
+
+
+class _Asking(NamedTuple):
+    """Which rows ask: the last of each tree, from `cu[b]` to `cu[b + 1]` of q."""
+
+    cu: Tensor
+    seq: Tensor
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Sequence[int],
+    tree: PackedTree,
+    scale: float,
+    first: list[int],
+) -> Tensor:
+    """See `api.verify`."""
+    committed = _whole_slots(keys, values, slots, lengths)
+    out = torch.empty_like(q)
+    _attend(q, k, v, committed, tree.tables, _asking(tree, first), scale, out, None, 0)
+    return out
+
+
+def commit(
+    keys: Tensor, values: Tensor, slots: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor, path: PackedPath
+) -> None:
+    """See `api.commit`."""
+    _commit(_whole_slots(keys, values, slots, lengths), k, v, path.tables, 0)
+
+
+def verify_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    scale: float,
+    out: Tensor,
+    scratch: Workspace | None,
+) -> None:
+    """See `api.verify_paged`."""
+    asking = _Asking(tree.cu_rows, tree.seq_of_row)
+    _attend(q, k, v, committed, tree, asking, scale, out, scratch, committed.page_len)
+
+
+def commit_paged(committed: Paged, k: Tensor, v: Tensor, path: PathTables) -> None:
+    """See `api.commit_paged`."""
+    _commit(committed, k, v, path, committed.page_len)
+
+
+def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
+    """See `api.compact_paged`."""
+    keys, values, table, lengths = committed
+    _, page_len, num_heads, head_dim = keys.shape
+    launch(
+        compact_rows_kernel,
+        (table.shape[0] if path.rows.shape[1] else 0, num_heads),
+        *(keys, values, table, lengths, tree.cu_rows, path.rows, path.lengths, keys.shape[0], committed.max_places),
+        *(*path.rows.stride(), *keys.stride(), *values.stride(), *table.stride()),
+        E=head_dim,
+        PAGE=page_len,
+        BP=MOVED_AT_ONCE,
+        BE=shapes.block_of(head_dim),
+    )
+
+
+def workspace(num_rows: int, num_heads: int, head_dim: int, max_places: int, device: torch.device | str) -> Workspace:
+    """See `api.workspace`."""
+    shape = (shapes.CHUNKING.num_parts(max_places), num_rows, num_heads)
+    empty = [torch.empty(*shape, *tail, dtype=torch.float32, device=device) for tail in ((head_dim,), (), ())]
+    return Workspace(*empty)
+
+
+def _whole_slots(keys: Tensor, values: Tensor, slots: Tensor, lengths: Sequence[int]) -> Paged:
+    """Take each slot for one page that holds the whole sequence."""
+    check_slots(slots, keys.shape[0])
+    known = torch.tensor(list(lengths), dtype=torch.int32, device=slots.device)
+    return Paged(keys, values, slots[:, None], torch.where(slots < 0, -1, known))
+
+
+def _asking(tree: PackedTree, first: list[int]) -> _Asking:
+    if not any(first):
+        return _Asking(tree.tables.cu_rows, tree.tables.seq_of_row)
+    counts = [size - start for size, start in zip(tree.sizes, first, strict=True)]
+    counts.append(tree.num_rows - tree.starts[-1])
+    owners = torch.tensor([*range(tree.num_seqs), -1], dtype=torch.int32)
+    seq = owners.repeat_interleave(torch.tensor(counts)).to(tree.device)
+    cu = torch.tensor([0, *counts[:-1]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(tree.device)
+    return _Asking(cu, seq)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    asking: _Asking,
+    scale: float,
+    out: Tensor,
+    scratch: Workspace | None,
+    page: int,
+) -> None:
+    _check(q, k, v, committed.keys, committed.values, scale)
+    num_parts = shapes.CHUNKING.num_parts(committed.max_places)
+    if scratch is None:
+        scratch = workspace(*q.shape, committed.max_places, q.device)
+    _check_scratch(scratch, (num_parts, *q.shape[:2]), q.shape[2])
+    # exp(x) = exp2(x * log2(e))
+    scale = scale * math.log2(math.e)
+    _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)
+    _launch_merge(scratch, asking, committed, scale, out, num_parts)
+
+
+def _launch_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    committed: Paged,
+    tree: TreeTables,
+    asking: _Asking,
+    scale: float,
+    scratch: Workspace,
+    num_parts: int,
+    page: int,
+) -> None:
+    keys, values, table, lengths = committed
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    num_pairs = tree.max_rows * num_heads // num_kv_heads
+    made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_parts, head_dim, q.dtype)
+    blocks, block = shapes.geometry(made_for, shapes.gpu_of(q.device)), shapes.block_of(head_dim)
+    num_tiles = -(-num_pairs // blocks.pairs) * (block // blocks.columns)
+    launch(
+        attend_parts_kernel,
+        (num_tiles, num_kv_heads * num_parts, tree.num_seqs if num_queries else 0),
+        *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
+        *(scale, keys.shape[0], committed.max_places, num_queries, num_parts, *shapes.CHUNKING),
+        *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
+        *tree.ancestors.stride(),
+        HK=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        E=head_dim,
+        PAGE=page,
+        BM=blocks.pairs,
+        BN=blocks.places,
+        BE=block,
+        BV=blocks.columns,
+        NV=block // blocks.columns,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+
+
+def _launch_merge(
+    scratch: Workspace, asking: _Asking, committed: Paged, scale: float, out: Tensor, num_parts: int
+) -> None:
+    num_queries, num_heads, head_dim = out.shape
+    heads_at_once = min(MERGED_AT_ONCE, 1 << (num_heads - 1).bit_length())
+    launch(
+        merge_parts_kernel,
+        (num_queries, -(-num_heads // heads_at_once)),
+        *(*scratch, asking.seq, committed.lengths, out, scale, committed.max_places, num_queries),
+        *(*shapes.CHUNKING, *out.stride()),
+        HQ=num_heads,
+        E=head_dim,
+        BH=heads_at_once,
+        BE=shapes.block_of(head_dim),
+        NUM_PARTS=num_parts,
+        num_warps=4,
+    )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+    dtypes = {x.dtype for x in (q, k, v, keys, values)}
+    if len(dtypes) > 1 or scale <= 0:
+        raise UnsupportedError(
+            "Attention kernels must have operands of one dtype and a scale above 0; got "
+            f"{sorted(str(x).removeprefix('torch.') for x in dtypes)} and scale {scale}. Use backend='eager'."
+        )
+    shapes.check_operands(q.dtype, q.shape[2])
+    refuse_interpreted_bfloat16(q)
+
+
+def _check_scratch(scratch: Workspace, shape: tuple[int, int, int], head_dim: int) -> None:
+    size = math.prod(shape)
+    fits = scratch.sums.numel() >= size * head_dim and min(scratch.tops.numel(), scratch.totals.numel()) >= size
+    if not (fits and all(part.is_contiguous() for part in scratch)):
+        raise CapacityError(
+            f"scratch must be contiguous and hold {[*shape, head_dim]} sums; got {list(scratch.sums.shape)}. "
+            "Make it with attention.workspace for the largest step."
+        )
+
+
+def _commit(committed: Paged, k: Tensor, v: Tensor, path: PathTables, page: int) -> None:
+    keys, values, table, lengths = committed
+    _, _, num_heads, head_dim = keys.shape
+    launch(
+        commit_rows_kernel,
+        (table.shape[0], path.rows.shape[1]),
+        *(k, v, keys, values, table, lengths, path.rows, path.lengths),
+        *(k.shape[0], keys.shape[0], committed.max_places),
+        *(*path.rows.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
+        HK=num_heads,
+        E=head_dim,
+        PAGE=page,
+        BH=1 << (num_heads - 1).bit_length(),
+        BE=shapes.block_of(head_dim),
+    )

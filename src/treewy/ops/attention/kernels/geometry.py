@@ -1,0 +1,130 @@
+"""How a launch is cut into programs: from bounds known on the host, never from trees or lengths."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from treewy.errors import UnsupportedError
+from treewy.ops.launch import interpreted
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+
+# A program with the blocks for big tiles needs more shared memory than this; GPUs with less get smaller blocks.
+BIG_SHARED = 200 * 1024
+
+
+class Chunking(NamedTuple):
+    """How a prefix is cut into chunks, which are merged in order after the tree.
+
+    A chunk holds `min_places` places, or as many more as it takes to need no more than `max_chunks` chunks. So where a
+    sequence is cut depends on its own length alone: not on the batch, not on the longest sequence a graph is made for.
+    """
+
+    min_places: int
+    max_chunks: int
+
+    def num_parts(self, max_places: int) -> int:
+        """Return into how many parts the longest possible row falls: its tree, and the chunks of its prefix."""
+        return 1 + min(self.max_chunks, -(-max_places // self.min_places))
+
+
+# Fewer chunks: fewer partial sums to write and read back, which costs most at many rows and a large batch. More chunks: a
+# single long sequence fills the GPU.
+CHUNKING = Chunking(min_places=1024, max_chunks=16)
+
+
+class Geometry(NamedTuple):
+    """Blocks of the parts' kernel: pairs of (row, query head), places, value columns; and how it is compiled.
+
+    Sums over places run over blocks of `places`, which is the same for every launch of a head dim, dtype and GPU.
+    The other fields do not change the order of any sum.
+    """
+
+    pairs: int
+    places: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+class Launch(NamedTuple):
+    """What a launch of `verify` is made for: bounds of its buffers.
+
+    Attributes:
+        num_seqs: Sequences.
+        num_kv_heads: KV heads.
+        num_pairs: (row, query head) pairs of the largest tree and one KV head.
+        num_parts: Parts of the longest row.
+        head_dim: Head dim.
+        dtype: Dtype of the operands.
+    """
+
+    num_seqs: int
+    num_kv_heads: int
+    num_pairs: int
+    num_parts: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def programs(self, pairs: int) -> int:
+        """Return the programs of a launch with tiles of `pairs` pairs."""
+        return self.num_seqs * self.num_kv_heads * self.num_parts * -(-self.num_pairs // pairs)
+
+
+class Gpu(NamedTuple):
+    """What blocks depend on: bytes of shared memory that one program may have, and how many programs run at once."""
+
+    shared: int
+    num_sms: int
+
+
+def check_operands(dtype: torch.dtype, head_dim: int) -> None:
+    """Check what kernels are made for.
+
+    Raises:
+        UnsupportedError: a dtype or head dim without a kernel.
+    """
+    if dtype not in DTYPES or not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"Attention kernels must have bfloat16, float16 or float32 operands and a head dim up to {MAX_HEAD_DIM}; got "
+            f"{str(dtype).removeprefix('torch.')} and {head_dim}. Use backend='eager'."
+        )
+
+
+def block_of(head_dim: int) -> int:
+    """Return the columns of a block that holds a head: a power of two, at least what tensor cores need."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def geometry(launch: Launch, gpu: Gpu) -> Geometry:
+    """Choose the blocks of a launch."""
+    block = block_of(launch.head_dim)
+    if launch.dtype == torch.float32:
+        # Three tensor-core products for one of float32: registers, not shared memory, bound the tile.
+        return Geometry(16, 16, block, num_warps=4, num_stages=2)
+    if gpu.shared < BIG_SHARED:
+        return Geometry(64, 32, block, num_warps=8, num_stages=2)
+    big = launch.num_pairs > 64 and launch.programs(128) >= gpu.num_sms
+    pairs = 128 if big else 64
+    columns = _columns(block, launch.programs(pairs), gpu.num_sms)
+    if big:
+        return Geometry(128, 64, columns, num_warps=8, num_stages=2 if block == 256 else 3)
+    return Geometry(64, 64, columns, num_warps=4, num_stages=3)
+
+
+def _columns(block: int, programs: int, num_sms: int) -> int:
+    """Split the value columns while that fills more of the GPU: keys are then read from the cache, not from memory."""
+    while block > 64 and 2 * programs <= num_sms:
+        block, programs = block // 2, 2 * programs
+    return block
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return what blocks depend on; the interpreter stands for a small GPU."""
+    if interpreted() and device.type != "cuda":
+        return Gpu(shared=99 * 1024, num_sms=1)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.shared_memory_per_block_optin, properties.multi_processor_count)

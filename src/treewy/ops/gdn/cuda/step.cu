@@ -1,0 +1,1190 @@
+// One step of the gated delta rule for K = V = 128: commit of the prior rows, then verify of the tree. No headers: NVRTC compiles it.
+//
+// A block owns BV = 16 MT NW rows of one head's state [V, K], a warp 16 MT of them: they are the M operand of its matrix
+// products, rows of the tree the N operand. All rows come in as asynchronous copies of whole rows, two dependent loads after
+// the start: what the block works on, then everything else. What depends on no state (grams, decays, the inverse) is
+// computed while the state is in flight. A row's arithmetic does not depend on BT, MT or NW, nor on what else runs.
+//
+// The unknowns of the solve are w = u / |k|, what a record holds: with them every norm scales a row of the system, none a column.
+//
+// Macros: BT rows of the largest tree (4, 16, 32, 48, 64), NW warps, MT, STATE_F32, U_F32 (dtype of pseudo-values in records
+// and histories), PARTS bfloat16 parts of an fp32 state, EXACT, PMAX prior rows (a multiple of 16).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DIM 128
+#define BV (16 * MT * NW)
+#define VB (DIM / BV)
+#define NT (BT / 8)
+#define LDK 136           // halves of a row of 128 in shared memory: 16 bytes past a multiple of 128, for ldmatrix
+#define LDA (BT + 4)
+#define LDP (PMAX + 8)
+#define CHUNKS (PMAX / 16)
+#define QSCALE 0.08838834764831845f
+#define MAX_FLOAT 3.402823466e38f
+
+#if U_F32
+typedef float ut;
+#define LDU (BV + 4)
+#else
+typedef u16 ut;
+#define LDU (BV + 8)
+#endif
+#if STATE_F32
+typedef float st;
+#define LDS 136           // 32 bytes past: 8-byte accesses of 4 rows meet in no bank
+#define SPARTS PARTS
+#else
+typedef u16 st;
+#define LDS 136
+#define SPARTS 1
+#endif
+#if EXACT
+#define XPARTS 3
+#else
+#define XPARTS 1
+#endif
+#define FPARTS (STATE_F32 ? 3 : 2)  // of pseudo-values that are folded
+
+struct Params {
+    const u16 *q, *k, *v;
+    const void *a, *b;
+    const float *a_log, *dt_bias;
+    void *state;
+    const int *slots, *cu_rows, *ancestors;
+    void *hist_u;
+    u16 *hist_k;
+    float *hist_high, *hist_low;
+    const int *hist_len, *held;
+    const void *rec_u;
+    const u16 *rec_k;
+    const float *rec_high, *rec_low;
+    const int *path_rows, *path_len, *fold;
+    u16 *o;
+    void *u_out;
+    u16 *k_out;
+    float *high_out, *low_out;
+    i64 q_row, q_head, k_row, k_head, v_row, v_head, a_row, b_row, state_slot, state_head;
+    i64 hu_slot, hu_row, hu_head, hk_slot, hk_row, hk_head, hg_slot, hg_row, hg_head;
+    i64 ru_row, ru_head, rk_row, rk_head, rg_row, rg_head;
+    i64 o_row, o_head, uo_row, uo_head, ko_row, ko_head, go_row, go_head;
+    int num_seqs, num_rows, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse;
+    float beta_scale;
+};
+
+// ---- small tools ----
+__device__ __forceinline__ float lo_of(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ float hi_of(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+__device__ __forceinline__ float widen(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u16 narrow(float x) {
+    u16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ void put(float *p, float x) { *p = x; }
+__device__ __forceinline__ void put(u16 *p, float x) { *p = narrow(x); }
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) <= MAX_FLOAT; }
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+__device__ __forceinline__ u32 smem_at(const void *p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+// ---- asynchronous copies, 16 bytes per thread ----
+__device__ __forceinline__ void copy16(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+__device__ __forceinline__ void copies_sent() { asm volatile("cp.async.commit_group;"); }
+template <int LEFT> __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+// Loads that must be on their way before the copies, which would delay them.
+__device__ __forceinline__ float early(const float *p) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ u32 early(const u32 *p) {
+    u32 x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ u16 early(const u16 *p) {
+    u16 x;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ float read_gate(const void *p, i64 at, int f32) {
+    return f32 ? early((const float *)p + at) : widen(early((const u16 *)p + at));
+}
+__device__ __forceinline__ u64 ancestors_of(const Params &p, int row) {
+    const u32 *w = (const u32 *)p.ancestors + (i64)row * p.words;
+    u64 bits = early(w);
+    if (BT > 32 && p.words > 1) bits |= (u64)early(w + 1) << 32;
+    return bits;
+}
+__device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
+}
+__device__ __forceinline__ void load4_turned(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
+}
+// Three bfloat16 parts hold 24 bits: x = parts[0] + parts[1] + parts[2]. Two neighbours at a time.
+template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u32 (&parts)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        parts[i] = pack(x0, x1);
+        x0 -= lo_of(parts[i]);
+        x1 -= hi_of(parts[i]);
+    }
+}
+
+// ---- what a block works on ----
+struct Work {
+    int seq, head, vb, slot, start, rows, hist, path, prior, fold, key_head;
+    bool live, first_of_group;
+};
+__device__ __forceinline__ Work work_of(const Params &p) {
+    Work w;
+    w.seq = blockIdx.y;
+    w.vb = blockIdx.x % VB;
+    w.head = blockIdx.x / VB;
+    w.slot = p.slots[w.seq];
+    w.start = p.cu_rows[w.seq];
+    int end = p.cu_rows[w.seq + 1];
+    int held = p.held ? p.held[w.seq] : 0, path = p.path_len ? p.path_len[w.seq] : 0, fold = p.fold ? p.fold[w.seq] : 0;
+    w.key_head = ((u32)w.head * (u32)p.group_inverse) >> 16;
+    w.first_of_group = w.head == w.key_head * p.group;
+    w.live = w.slot >= 0 && w.slot < p.num_slots;
+    if (w.live && p.hist_len && !p.held) held = p.hist_len[w.slot];
+    w.rows = min(end - w.start, BT);
+    w.hist = w.live ? max(0, min(held, p.capacity)) : 0;
+    w.path = w.live ? max(0, min(path, PMAX - w.hist)) : 0;
+    w.prior = w.hist + w.path;
+    w.fold = w.prior && (p.capacity == 0 || fold != 0);
+    return w;
+}
+
+// ---- shared memory ----
+struct __align__(16) Tile {
+    st s[BV][LDS];
+    u16 k[BT][LDK], q[BT][LDK];
+    union {
+        u16 prior_k[PMAX][LDK];
+        float inverse[BT][LDA];     // (I + A)^-1, [row][ancestor]; prior keys are done with by then
+    };
+    ut prior_u[PMAX][LDU];
+};
+// Two groups of copies: what is small, then the warp's own rows of the state.
+__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int warp, int lane) {
+    const int tid = threadIdx.x, v0 = BV * w.vb;
+    const u16 *k = p.k + w.start * p.k_row + w.key_head * p.k_head, *q = p.q + w.start * p.q_row + w.key_head * p.q_head;
+    for (int i = tid; i < w.rows * 16; i += 32 * NW) {
+        int t = i >> 4, piece = 8 * (i & 15);
+        copy16(smem_at(&m.k[t][piece]), k + t * p.k_row + piece);
+        copy16(smem_at(&m.q[t][piece]), q + t * p.q_row + piece);
+    }
+    if (values) {
+        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
+        for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
+    }
+    const int per_row = BV * sizeof(ut) / 16, chunk = values ? (w.prior + 7) & ~7 : (w.prior + 15) & ~15;
+    // Chunks are filled up with the newest row, whose weight is 0 there.
+    for (int i = tid >> 4; i < chunk; i += 2 * NW) {
+        const u16 *from;
+        const ut *u;
+        const int row_of = min(i, w.prior - 1);
+        if (row_of < w.hist) {
+            from = p.hist_k + w.slot * p.hk_slot + row_of * p.hk_row + w.key_head * p.hk_head;
+            u = (const ut *)p.hist_u + w.slot * p.hu_slot + row_of * p.hu_row + w.head * p.hu_head;
+        } else {
+            i64 row = p.path_rows[(i64)w.seq * p.path_stride + row_of - w.hist];
+            from = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;
+            u = (const ut *)p.rec_u + row * p.ru_row + w.head * p.ru_head;
+        }
+        copy16(smem_at(&m.prior_k[i][8 * (tid & 15)]), from + 8 * (tid & 15));
+#pragma unroll
+        for (int j = 0; j < (per_row + 15) / 16; ++j)
+            if (16 * j + (tid & 15) < per_row) copy16(smem_at((uint4 *)m.prior_u[i] + 16 * j + (tid & 15)), (const uint4 *)(u + v0) + 16 * j + (tid & 15));
+    }
+    copies_sent();
+    const int pieces = DIM * sizeof(st) / 16, rows = 32 / pieces ? 32 / pieces : 1;  // of one row; rows at a time
+    const int first = 16 * MT * warp + (rows > 1 ? lane / pieces : 0), piece = lane % pieces;
+    const char *state = (const char *)((const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(v0 + first) * DIM) + 16 * piece;
+    u32 to = smem_at(&m.s[first]) + 16 * piece;
+#pragma unroll
+    for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
+    copies_sent();
+    // Rows that pad products: zeros, so that nothing left behind is ever multiplied.
+    const int padded = values ? 4 : BT;
+    for (int i = tid; i < (padded - w.rows) * (LDK / 8); i += 32 * NW) {
+        ((uint4 *)m.k[w.rows])[i] = make_uint4(0, 0, 0, 0);
+        ((uint4 *)m.q[w.rows])[i] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// ---- prior rows ----
+// A path that its history has no room for is read, but not appended: whoever chooses folds sees to it that there is none.
+__device__ __forceinline__ bool appends(const Params &p, const Work &w) { return !w.fold && w.prior <= p.capacity; }
+struct Weights {
+    float weight[(PMAX + 31) / 32];  // lane i: exp(G_last - G_i) of row i, i + 32; 0 past the rows
+    float carried;                   // exp(G_last)
+};
+struct Decays {
+    float high[(PMAX + 31) / 32], low[(PMAX + 31) / 32], before_high, before_low;
+};
+// Every warp for itself.
+__device__ __forceinline__ Decays prior_decays(const Params &p, const Work &w, int lane) {
+    Decays r;
+    r.before_high = r.before_low = 0.f;
+    const i64 hist = w.slot * p.hg_slot + w.head * p.hg_head;
+    if (w.path && w.hist) {
+        r.before_high = early(p.hist_high + hist + (w.hist - 1) * p.hg_row);
+        r.before_low = early(p.hist_low + hist + (w.hist - 1) * p.hg_row);
+    }
+#pragma unroll
+    for (int j = 0; j < (PMAX + 31) / 32; ++j) {
+        int i = lane + 32 * j;
+        r.high[j] = r.low[j] = 0.f;
+        if (i >= w.prior) continue;
+        const bool old = i < w.hist;
+        i64 at = old ? hist + i * p.hg_row : p.path_rows[(i64)w.seq * p.path_stride + i - w.hist] * p.rg_row + w.head * p.rg_head;
+        r.high[j] = early((old ? p.hist_high : p.rec_high) + at);
+        r.low[j] = early((old ? p.hist_low : p.rec_low) + at);
+    }
+    return r;
+}
+// `writes` appends the decays of a path to a history that is kept.
+__device__ __forceinline__ Weights prior_weights(const Params &p, const Work &w, const Decays &d, int lane, bool writes) {
+    Weights r;
+    const int SETS = (PMAX + 31) / 32;
+    double decay[SETS], last = 0.0;
+    const double before = (double)d.before_high + (double)d.before_low;
+#pragma unroll
+    for (int j = 0; j < SETS; ++j) {
+        int i = lane + 32 * j;
+        decay[j] = (double)d.high[j] + (double)d.low[j];
+        if (i < w.hist || i >= w.prior) continue;
+        decay[j] += before;
+        if (writes && appends(p, w)) {
+            i64 to = w.slot * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
+            float high = (float)decay[j];
+            p.hist_high[to] = high;
+            p.hist_low[to] = (float)(decay[j] - (double)high);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SETS; ++j) {
+        double x = __shfl_sync(~0u, decay[j], (w.prior - 1) & 31);
+        if (w.prior && (w.prior - 1) / 32 == j) last = x;
+    }
+#pragma unroll
+    for (int j = 0; j < SETS; ++j) r.weight[j] = lane + 32 * j < w.prior ? expf((float)(last - decay[j])) : 0.f;
+    r.carried = expf((float)last);
+    return r;
+}
+__device__ __forceinline__ float weight_of(const Weights &x, int i) {
+    float y = 0.f;
+#pragma unroll
+    for (int j = 0; j < (PMAX + 31) / 32; ++j) {
+        float z = __shfl_sync(~0u, x.weight[j], i & 31);
+        if (i / 32 == j) y = z;
+    }
+    return y;
+}
+__device__ __forceinline__ void append(const Params &p, const Work &w, const Tile &m) {
+    if (!w.path || !appends(p, w)) return;
+    const int per_row = BV * sizeof(ut) / 16;
+    for (int at = threadIdx.x; at < w.path * per_row; at += 32 * NW) {
+        int i = w.hist + at / per_row, piece = at % per_row;
+        ut *to = (ut *)p.hist_u + w.slot * p.hu_slot + i * p.hu_row + w.head * p.hu_head + BV * w.vb;
+        ((uint4 *)to)[piece] = ((const uint4 *)m.prior_u[i])[piece];
+    }
+    if (w.vb || !w.first_of_group) return;
+    for (int at = threadIdx.x; at < w.path * 16; at += 32 * NW) {
+        int i = w.hist + (at >> 4);
+        u16 *to = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
+        ((uint4 *)to)[at & 15] = ((const uint4 *)m.prior_k[i])[at & 15];
+    }
+}
+
+// ---- operands ----
+// 16 rows of the state, keys 16 k .. + 15.
+__device__ __forceinline__ void state_operand(const Tile &m, int row, int k, u32 (&a)[4][SPARTS], int lane) {
+#if STATE_F32
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        float2 x = *(const float2 *)&m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
+        split<SPARTS>(x.x, x.y, a[e]);
+    }
+#else
+    u32 x[4];
+    load4(x, &m.s[row + (lane & 15)][16 * k + 8 * (lane >> 4)]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) a[e][0] = x[e];
+#endif
+}
+// u of prior rows 16 chunk .. + 15 as 16 rows of values, unweighted.
+template <int COUNT>
+__device__ __forceinline__ void prior_operand(const Tile &m, int row, int chunk, u32 (&a)[4][COUNT], int lane) {
+#if U_F32
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        int i = 16 * chunk + 2 * c + 8 * (e >> 1), v = row + g + 8 * (e & 1);
+        split<COUNT>(m.prior_u[i][v], m.prior_u[i + 1][v], a[e]);
+    }
+#else
+    u32 x[4];
+    load4_turned(x, &m.prior_u[16 * chunk + (lane & 7) + 8 * (lane >> 4)][row + 8 * ((lane >> 3) & 1)]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        a[e][0] = x[e];
+#pragma unroll
+        for (int i = 1; i < COUNT; ++i) a[e][i] = 0;
+    }
+#endif
+}
+#define UPARTS (U_F32 ? XPARTS : 1)
+
+// S <- exp(G_last) S + sum of exp(G_last - G_i) u_i k_i^T for 16 rows of values, in float32, in shared memory and in the pool.
+__device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, const Weights &x, int row, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 u[CHUNKS][4][FPARTS];
+#pragma unroll
+    for (int h = 0; h < CHUNKS; ++h) {
+        if (16 * h >= w.prior) break;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // rows i = 2 c, 2 c + 1 of the chunk's halves
+            if (16 * h + 8 * e >= w.prior) break;
+            float w0 = weight_of(x, 16 * h + 2 * c + 8 * e), w1 = weight_of(x, 16 * h + 2 * c + 1 + 8 * e);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                int i = 16 * h + 2 * c + 8 * e, v = row + g + 8 * r;
+                split<FPARTS>(w0 * widen(m.prior_u[i][v]), w1 * widen(m.prior_u[i + 1][v]), u[h][2 * e + r]);
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        float d[2][4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
+#if STATE_F32
+            float2 y = *(const float2 *)at;
+#else
+            u32 pair = *(const u32 *)at;
+            float2 y = make_float2(lo_of(pair), hi_of(pair));
+#endif
+            d[e >> 1][2 * (e & 1)] = x.carried * y.x;
+            d[e >> 1][2 * (e & 1) + 1] = x.carried * y.y;
+        }
+#pragma unroll
+        for (int h = 0; h < CHUNKS; ++h) {
+            if (16 * h >= w.prior) break;
+            u32 b[4];
+            load4_turned(b, &m.prior_k[16 * h + (lane & 15)][16 * k + 8 * (lane >> 4)]);
+#pragma unroll
+            for (int i = FPARTS - 1; i >= 0; --i) {
+                if (16 * h + 8 < w.prior) {
+                    mma(d[0], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[0], b[1]);
+                    mma(d[1], u[h][0][i], u[h][1][i], u[h][2][i], u[h][3][i], b[2], b[3]);
+                } else {
+                    mma8(d[0], u[h][0][i], u[h][1][i], b[0]);
+                    mma8(d[1], u[h][0][i], u[h][1][i], b[2]);
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
+#if STATE_F32
+            *(float2 *)at = make_float2(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+#else
+            *(u32 *)at = pack(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+#endif
+        }
+    }
+    __syncwarp();
+    const int pieces = DIM * sizeof(st) / 16;
+    char *to = (char *)((st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(BV * w.vb + row) * DIM);
+#pragma unroll
+    for (int i = lane; i < 16 * pieces; i += 32) *(uint4 *)(to + 16 * i) = *(const uint4 *)((const char *)m.s[row + i / pieces] + 16 * (i % pieces));
+}
+
+struct Gate {
+    float g, beta;
+};
+struct GateInputs {
+    float a, b, a_log, dt_bias;
+};
+__device__ __forceinline__ GateInputs gate_inputs(const Params &p, const Work &w, int t) {
+    GateInputs x = {0.f, 0.f, 0.f, 0.f};
+    if (t >= w.rows) return x;
+    x.a = read_gate(p.a, (w.start + t) * p.a_row + w.head, p.gates_f32);
+    x.b = read_gate(p.b, (w.start + t) * p.b_row + w.head, p.gates_f32);
+    x.a_log = early(p.a_log + w.head);
+    x.dt_bias = early(p.dt_bias + w.head);
+    return x;
+}
+__device__ __forceinline__ Gate gate_of(const Params &p, const Work &w, const GateInputs &x, int t) {
+    Gate r = {0.f, 0.f};
+    if (t >= w.rows) return r;
+    float a = x.a + x.dt_bias;
+    r.g = -expf(x.a_log) * (a > 20.f ? a : log1pf(expf(a)));
+    r.beta = p.beta_scale / (1.f + expf(-x.b));
+    return r;
+}
+__device__ __forceinline__ float inverse_norm(float sum) { return rsqrtf(sum + 1e-6f); }
+
+
+// ---- up to 4 rows: every warp alone, all T x T work in float32 registers ----
+struct __align__(16) Small {
+    float tt[NW][64];
+    u16 values[4][BV + 8];
+};
+__device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile &m, Small &z, int warp, int lane) {
+    const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp;
+    float *tt = z.tt[warp];
+    GateInputs inputs = gate_inputs(p, w, lane & 3);
+    u32 bits = (lane & 3) < w.rows ? (u32)ancestors_of(p, w.start + (lane & 3)) : 0u;
+    Decays decays;
+    if (w.prior) decays = prior_decays(p, w, lane);
+    request(p, w, m, z.values, warp, lane);
+    Gate gate = gate_of(p, w, inputs, lane & 3);
+    Weights x;
+    if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
+    copies_done<1>();
+    __syncthreads();  // the zeros, too
+    append(p, w, m);
+
+    // Rows 0-3 are keys, 4-7 queries; the same registers serve as either operand of a product.
+    u32 kq[4][4];
+    const u16 *mine = (lane & 4) ? m.q[lane & 3] : m.k[lane & 3];
+#pragma unroll
+    for (int kb = 0; kb < 4; ++kb) load4(kq[kb], mine + 32 * kb + 8 * (lane >> 3));
+    float gram[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int kb = 0; kb < 4; ++kb)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) mma(gram, kq[kb][2 * h], 0, kq[kb][2 * h + 1], 0, kq[kb][2 * h], kq[kb][2 * h + 1]);
+    if (p.k_out && w.vb == 0 && w.first_of_group)
+        for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
+            *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
+
+    // Lane 4 t + i of the first 16 finishes entry (t, i) of both T x T matrices.
+    const int t = (lane >> 2) & 3, i = lane & 3;
+    {
+        float k0 = __shfl_sync(~0u, gram[0], 4 * t + (i >> 1)), k1 = __shfl_sync(~0u, gram[1], 4 * t + (i >> 1));
+        float q0 = __shfl_sync(~0u, gram[0], 16 + 4 * t + (i >> 1)), q1 = __shfl_sync(~0u, gram[1], 16 + 4 * t + (i >> 1));
+        float kk = i & 1 ? k1 : k0, qk = i & 1 ? q1 : q0;
+        float n0 = __shfl_sync(~0u, gram[0], 4 * t + (t >> 1)), n1 = __shfl_sync(~0u, gram[1], 4 * t + (t >> 1));
+        float key_norm = inverse_norm(t & 1 ? n1 : n0);
+        n0 = __shfl_sync(~0u, gram[0], 16 + 4 * t + 2 + (t >> 1)), n1 = __shfl_sync(~0u, gram[1], 16 + 4 * t + 2 + (t >> 1));
+        float query_norm = QSCALE * inverse_norm(t & 1 ? n1 : n0);
+        float beta = __shfl_sync(~0u, gate.beta, t) * key_norm;
+        u32 bits_t = __shfl_sync(~0u, bits, t), bits_i = bits;
+        float segment = 0.f;
+        double total = 0.0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float y = __shfl_sync(~0u, gate.g, j);
+            if (bits_t >> j & 1) {
+                total += (double)y;
+                if (!(bits_i >> j & 1)) segment += y;
+            }
+        }
+        bool above = bits_t >> i & 1;
+        float ratio = above ? expf(segment) : 0.f;
+        if (lane < 16) {
+            tt[4 * t + i] = above && i != t ? beta * ratio * kk * key_norm : 0.f;
+            tt[16 + 4 * t + i] = above ? ratio * qk * query_norm : 0.f;
+            if (i == 0) {
+                float decay = expf((float)total);
+                tt[32 + t] = beta;
+                tt[36 + t] = decay * key_norm;
+                tt[40 + t] = decay * query_norm;
+                if (warp == 0 && w.vb == 0 && p.high_out && t < w.rows) {
+                    float high = (float)total;
+                    p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = high;
+                    p.low_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = (float)(total - (double)high);
+                }
+            }
+        }
+    }
+    // The weighted grams with prior keys; their layout as a result is that of an operand.
+    u32 past[CHUNKS][2][3];
+#pragma unroll
+    for (int h = 0; h < CHUNKS; ++h) {
+        if (16 * h >= w.prior || w.fold) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (16 * h + 8 * r >= w.prior) break;
+            float d[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+            for (int kb = 0; kb < 4; ++kb) {
+                u32 y[4];
+                load4(y, &m.prior_k[16 * h + 8 * r + (lane & 7)][32 * kb + 8 * (lane >> 3)]);
+                mma(d[0], kq[kb][0], 0, kq[kb][1], 0, y[0], y[1]);
+                mma(d[1], kq[kb][2], 0, kq[kb][3], 0, y[2], y[3]);
+            }
+            const int i = 16 * h + 8 * r + 2 * c;
+            split<3>((d[0][0] + d[1][0]) * weight_of(x, i), (d[0][1] + d[1][1]) * weight_of(x, i + 1), past[h][r]);
+        }
+    }
+    copies_done<0>();
+    __syncwarp();
+    if (w.fold)
+#pragma unroll
+        for (int j = 0; j < MT; ++j) fold(p, w, m, x, first + 16 * j, lane);
+    __syncwarp();
+    float acc[MT][4];
+#pragma unroll
+    for (int j = 0; j < MT; ++j) {
+        float other[4] = {0.f, 0.f, 0.f, 0.f};
+        acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 a[4][SPARTS], b[4][SPARTS];
+            state_operand(m, first + 16 * j, 2 * k, a, lane);
+            state_operand(m, first + 16 * j, 2 * k + 1, b, lane);
+#pragma unroll
+            for (int i = SPARTS - 1; i >= 0; --i) {
+                mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], kq[k][0], kq[k][1]);
+                mma(other, b[0][i], b[1][i], b[2][i], b[3][i], kq[k][2], kq[k][3]);
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[j][e] += other[e];
+    }
+    if (w.prior && !w.fold) {
+#pragma unroll
+        for (int j = 0; j < MT; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[j][e] *= x.carried;
+#pragma unroll
+        for (int h = 0; h < CHUNKS; ++h) {
+            if (16 * h >= w.prior) break;
+#pragma unroll
+            for (int j = 0; j < MT; ++j) {
+                u32 a[4][3];
+                prior_operand<3>(m, first + 16 * j, h, a, lane);
+#pragma unroll
+                for (int order = 2; order >= 0; --order)
+#pragma unroll
+                    for (int i = 0; i <= (U_F32 ? order : 0); ++i) {
+                        if (16 * h + 8 < w.prior)
+                            mma(acc[j], a[0][i], a[1][i], a[2][i], a[3][i], past[h][0][order - i], past[h][1][order - i]);
+                        else
+                            mma8(acc[j], a[0][i], a[1][i], past[h][0][order - i]);
+                    }
+            }
+        }
+    }
+    // From here on a lane owns a value. The state's rows are done with.
+    __syncwarp();
+    float(*out)[8] = (float(*)[8])m.s[first];
+#pragma unroll
+    for (int j = 0; j < MT; ++j) {
+        *(float2 *)&out[16 * j + g][2 * c] = make_float2(acc[j][0], acc[j][1]);
+        *(float2 *)&out[16 * j + 8 + g][2 * c] = make_float2(acc[j][2], acc[j][3]);
+    }
+    __syncwarp();
+    if (lane < 16 * MT) {
+        float y[8], u[4];
+        *(float4 *)y = *(float4 *)&out[lane][0];
+        *(float4 *)(y + 4) = *(float4 *)&out[lane][4];
+        const int v = first + lane;
+        u16 *o = p.o + (i64)w.start * p.o_row + w.head * p.o_head + BV * w.vb + v;
+        ut *to = (ut *)p.u_out + (i64)w.start * p.uo_row + w.head * p.uo_head + BV * w.vb + v;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if (r >= w.rows) break;
+            float s = tt[32 + r] * (widen(z.values[r][v]) - tt[36 + r] * y[r]);
+#pragma unroll
+            for (int j = 0; j < r; ++j) {
+                float a = tt[4 * r + j];
+                if (a != 0.f) s -= a * u[j];  // a row that is not finite must not reach rows that do not see it
+            }
+            u[r] = s;
+            float q = tt[40 + r] * y[4 + r];
+#pragma unroll
+            for (int j = 0; j <= r; ++j) {
+                float a = tt[16 + 4 * r + j];
+                if (a != 0.f) q += a * u[j];
+            }
+            o[r * p.o_row] = narrow(q);
+            put(to + r * p.uo_row, s);
+        }
+    }
+}
+
+#if BT > 4
+// ---- up to BT rows: T x T matrices in shared memory, products on tensor cores ----
+struct __align__(16) Shared {
+    union {
+        float system[BT][LDA];      // A transposed: [ancestor][row]
+        u16 values[BT][BV + 8];     // v of all rows; then staging of u and o
+    };
+#if EXACT
+    float scores[BT][LDA];
+    float past[2 * BT][LDP];        // weighted k . k_i and q . k_i of prior rows i
+#else
+    u16 scores[BT][BT + 8];
+    u16 past[2 * BT][LDP];
+#endif
+    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT], scale_k[BT], scale_q[BT], write[BT];
+    u32 live[4];
+    u64 bits[BT];
+    u32 bad[2];
+    double sums[64];
+    int jump[64];
+};
+// Log decays over root paths by pointer jumping, in double; one warp.
+__device__ __forceinline__ void path_sums(Shared &m, const Params &p, const Work &w, const GateInputs (&inputs)[(BT + 31) / 32], const u64 (&words)[(BT + 31) / 32], int lane) {
+#pragma unroll
+    for (int j = 0; j < (BT + 31) / 32; ++j) {
+        const int t = lane + 32 * j;
+        if (t >= BT) continue;
+        Gate x = gate_of(p, w, inputs[j], t);
+        u64 bits = words[j];
+        u64 above = bits & ~(1ull << t);
+        m.beta[t] = x.beta;
+        m.bits[t] = bits;
+        m.sums[t] = (double)x.g;
+        m.jump[t] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int reach = 1; reach < BT; reach <<= 1) {
+        double add[(BT + 31) / 32];
+        int next[(BT + 31) / 32];
+#pragma unroll
+        for (int j = 0; j < (BT + 31) / 32; ++j) {
+            int t = lane + 32 * j, up = t < BT ? m.jump[t] : -1;
+            add[j] = up >= 0 ? m.sums[up] : 0.0;
+            next[j] = up >= 0 ? m.jump[up] : -1;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < (BT + 31) / 32; ++j)
+            if (lane + 32 * j < BT) {
+                m.sums[lane + 32 * j] += add[j];
+                m.jump[lane + 32 * j] = next[j];
+            }
+        __syncwarp();
+    }
+    for (int t = lane; t < BT; t += 32) {
+        float high = (float)m.sums[t], low = (float)(m.sums[t] - (double)high);
+        m.high[t] = high;
+        m.low[t] = low;
+        if (w.vb == 0 && p.high_out && t < w.rows) {
+            p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = high;
+            p.low_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = low;
+        }
+    }
+}
+// Which 16 x 16 blocks of the T x T matrices hold anything: bit `kb` of live[r].
+__device__ __forceinline__ void find_live(Shared &z, int lane) {
+    for (int r = 0; r < BT / 16; ++r) {
+        u64 bits = lane < 16 ? z.bits[16 * r + lane] & ~(1ull << (16 * r + lane)) : 0ull;
+        u32 low = __reduce_or_sync(~0u, (u32)bits), high = __reduce_or_sync(~0u, (u32)(bits >> 32));
+        if (lane == 0) z.live[r] = (low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0);
+    }
+}
+__device__ __forceinline__ float decay_of(float x) {
+#if EXACT
+    return expf(x);
+#else
+    return __expf(x);
+#endif
+}
+__device__ __forceinline__ void rows16(const u16 (*from)[LDK], int block, u32 (&a)[8][4], int lane) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) load4(a[k], &from[16 * block + (lane & 15)][16 * k + 8 * (lane >> 4)]);
+}
+// 16 rows against 16 rows; each sum in two halves, so that products need not wait for each other.
+__device__ __forceinline__ void product16(const u32 (&a)[8][4], const u16 (*rows)[LDK], int n, float (&d)[2][4], int lane) {
+    float other[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = other[0][e] = other[1][e] = 0.f;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        u32 x[4], y[4];
+        const u16 *from = &rows[n + (lane & 7) + 8 * (lane >> 4)][8 * ((lane >> 3) & 1)];
+        load4(x, from + 16 * k);
+        load4(y, from + 16 * (k + 4));
+        mma(d[0], a[k][0], a[k][1], a[k][2], a[k][3], x[0], x[1]);
+        mma(d[1], a[k][0], a[k][1], a[k][2], a[k][3], x[2], x[3]);
+        mma(other[0], a[k + 4][0], a[k + 4][1], a[k + 4][2], a[k + 4][3], y[0], y[1]);
+        mma(other[1], a[k + 4][0], a[k + 4][1], a[k + 4][2], a[k + 4][3], y[2], y[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        d[0][e] += other[0][e];
+        d[1][e] += other[1][e];
+    }
+}
+// Squared norms stand on the diagonal of the rows' own gram; from them what scales each row.
+__device__ __forceinline__ void row_scales(const Tile &m, Shared &z, int block, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, queries ? m.q : m.k, 16 * block, d, lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float x = __shfl_sync(~0u, d[h][2 * h], 4 * g + (g >> 1)), y = __shfl_sync(~0u, d[h][2 * h + 1], 4 * g + (g >> 1));
+        float norm = inverse_norm(g & 1 ? y : x);
+        int t = 16 * block + 8 * h + g;
+        float decay = expf(z.high[t] + z.low[t]);
+        if (c == 0 && queries) {
+            z.scale_q[t] = QSCALE * norm;
+            z.read_q[t] = decay * QSCALE * norm;
+        }
+        if (c == 0 && !queries) {
+            z.write[t] = z.beta[t] * norm;
+            z.scale_k[t] = z.beta[t] * norm * norm;
+            z.read_k[t] = decay * norm;
+        }
+    }
+}
+// One 16 x 16 block of A (keys) or of the scores (queries).
+__device__ __forceinline__ void gram(const Tile &m, Shared &z, int block, int kb, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, m.k, 16 * kb, d, lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int t = 16 * block + 8 * h + g;
+        const u64 bits = z.bits[t] & (queries ? ~0ull : ~(1ull << t));
+        const float scale = queries ? z.scale_q[t] : z.scale_k[t], high = z.high[t], low = z.low[t];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int i = 16 * kb + 8 * n + 2 * c;
+            const float2 high_i = *(float2 *)&z.high[i], low_i = *(float2 *)&z.low[i];
+            const u32 above = (u32)(bits >> i);
+            float x = above & 1 ? decay_of((high - high_i.x) + (low - low_i.x)) * d[n][2 * h] * scale : 0.f;
+            float y = above & 2 ? decay_of((high - high_i.y) + (low - low_i.y)) * d[n][2 * h + 1] * scale : 0.f;
+            if (queries) {
+#if EXACT
+                *(float2 *)&z.scores[t][i] = make_float2(x, y);
+#else
+                *(u32 *)&z.scores[t][i] = pack(x, y);
+#endif
+                continue;
+            }
+            // A row whose system is not finite is taken out of it, and gets NaN at the end.
+            if (!finite(x + y)) {
+                atomicOr(&z.bad[t >> 5], 1u << (t & 31));
+                x = y = 0.f;
+            }
+            z.system[i][t] = x;
+            z.system[i + 1][t] = y;
+        }
+    }
+}
+// 16 rows of keys or queries against 16 prior keys, weighted.
+__device__ __forceinline__ void gram_past(const Tile &m, Shared &z, const Weights &x, int block, int chunk, bool queries, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product16(a, m.prior_k, 16 * chunk, d, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const int i = 16 * chunk + 8 * n + 2 * c;
+        const float w0 = weight_of(x, i), w1 = weight_of(x, i + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = (queries ? BT : 0) + 16 * block + 8 * h + g;
+#if EXACT
+            *(float2 *)&z.past[r][i] = make_float2(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
+#else
+            *(u32 *)&z.past[r][i] = pack(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
+#endif
+        }
+    }
+}
+// The inverse of one 16 x 16 block on the diagonal of I + A by forward substitution, a lane per column.
+__device__ __forceinline__ void invert_diagonal(Tile &m, const Shared &z, int r, int lane) {
+    const int column = lane & 15;
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
+    if (z.live[r] >> r & 1)
+#pragma unroll
+        for (int k = 0; k < 15; ++k) {
+            float a[16];
+#pragma unroll
+            for (int i = (k + 1) & ~3; i < 16; i += 4) *(float4 *)(a + i) = *(const float4 *)&z.system[16 * r + k][16 * r + i];
+#pragma unroll
+            for (int i = k + 1; i < 16; ++i) x[i] -= a[i] * x[k];
+        }
+    if (lane < 16)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) m.inverse[16 * r + i][16 * r + column] = x[i];
+}
+// Columns 8 half .. + 7 of block column b below the diagonal: X_r = -D_r (sum over k of A_rk X_k). A lane per column and
+// quarter of each sum, in float32.
+__device__ __forceinline__ void invert_below(Tile &m, const Shared &z, const Work &w, int b, int half, int lane) {
+    const int column = 16 * b + 8 * half + (lane & 7), quarter = lane >> 3;
+#pragma unroll 1
+    for (int r = b + 1; 16 * r < w.rows; ++r) {
+        if (!(z.live[r] >> b & 1)) continue;
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = 0.f;
+#pragma unroll 1
+        for (int kb = b; kb < r; ++kb) {
+            if (!(z.live[r] >> kb & 1) || (kb != b && !(z.live[kb] >> b & 1))) continue;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int row = 16 * kb + 4 * k + quarter;
+                const float y = m.inverse[row][column];
+#pragma unroll
+                for (int i = 0; i < 16; i += 4) {
+                    float4 a = *(const float4 *)&z.system[row][16 * r + i];
+                    x[i] -= a.x * y; x[i + 1] -= a.y * y; x[i + 2] -= a.z * y; x[i + 3] -= a.w * y;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            x[i] += __shfl_xor_sync(~0u, x[i], 8);
+            x[i] += __shfl_xor_sync(~0u, x[i], 16);
+        }
+        // Lane (column, quarter) finishes rows quarter, quarter + 4, ...
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = 4 * j + quarter;
+            float y = 0.f;
+#pragma unroll
+            for (int k = 0; k < 16; k += 4) {
+                float4 d = *(const float4 *)&m.inverse[16 * r + i][16 * r + k];
+                y += d.x * x[k] + d.y * x[k + 1] + d.z * x[k + 2] + d.w * x[k + 3];
+            }
+            m.inverse[16 * r + i][column] = y;
+        }
+        __syncwarp();
+    }
+}
+// Accumulate the products of three-part operands that matter at 24 bits, smallest first.
+__device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][XPARTS], const u32 (&b)[2][XPARTS]) {
+#pragma unroll
+    for (int order = XPARTS - 1; order >= 0; --order)
+#pragma unroll
+        for (int i = 0; i <= order; ++i) mma(d, a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
+}
+__device__ __forceinline__ void row_parts(const float *row, u32 (&b)[2][XPARTS]) {
+    float2 x = *(const float2 *)row, y = *(const float2 *)(row + 8);
+    split<XPARTS>(x.x, x.y, b[0]);
+    split<XPARTS>(y.x, y.y, b[1]);
+}
+__device__ __forceinline__ void row_parts(const u16 *row, u32 (&b)[2][XPARTS]) {
+    b[0][0] = *(const u32 *)row;
+    b[1][0] = *(const u32 *)(row + 8);
+}
+// Two accumulator tiles of 8 columns as one operand of 16.
+__device__ __forceinline__ void operand(const float (&x)[4], const float (&y)[4], u32 (&a)[4][XPARTS]) {
+    split<XPARTS>(x[0], x[1], a[0]);
+    split<XPARTS>(x[2], x[3], a[1]);
+    split<XPARTS>(y[0], y[1], a[2]);
+    split<XPARTS>(y[2], y[3], a[3]);
+}
+// What the committed state gives for all rows of `rows`: S x^T carried on, and the prior rows beside it.
+__device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const Work &w, const u16 (*rows)[LDK], int offset, float carried, int first, float (&acc)[MT][NT][4], int lane) {
+    const int c = lane & 3, g = lane >> 2;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < MT; ++t) acc[t][n][0] = acc[t][n][1] = acc[t][n][2] = acc[t][n][3] = 0.f;
+#pragma unroll 2
+    for (int k = 0; k < 8; ++k) {
+        u32 a[MT][4][SPARTS], y[NT / 2][4];
+#pragma unroll
+        for (int t = 0; t < MT; ++t) state_operand(m, first + 16 * t, k, a[t], lane);
+#pragma unroll
+        for (int n = 0; n < NT / 2; ++n) load4(y[n], &rows[16 * n + (lane & 7) + 8 * (lane >> 4)][16 * k + 8 * ((lane >> 3) & 1)]);
+#pragma unroll
+        for (int i = SPARTS - 1; i >= 0; --i)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int t = 0; t < MT; ++t) mma(acc[t][n], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], y[n / 2][2 * (n & 1)], y[n / 2][2 * (n & 1) + 1]);
+    }
+    if (!w.prior || w.fold) return;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < MT; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[t][n][e] *= carried;
+#pragma unroll 1
+    for (int h = 0; 16 * h < w.prior; ++h) {
+        u32 a[MT][4][XPARTS];
+#pragma unroll
+        for (int t = 0; t < MT; ++t) prior_operand<XPARTS>(m, first + 16 * t, h, a[t], lane);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            u32 b[2][XPARTS];
+            row_parts(&z.past[offset + 8 * n + g][16 * h + 2 * c], b);
+#pragma unroll
+            for (int t = 0; t < MT; ++t) mma_parts(acc[t][n], a[t], b);
+        }
+    }
+}
+// out[v, t] += sum over i <= t of in[v, i] matrix[t, i]; rows that are not finite leave the products.
+template <typename M>
+__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &matrix, float (&out)[MT][NT][4], const Work &w, const u32 *live, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int ks = 0; ks < NT / 2; ++ks) {
+        u32 a[MT][4][XPARTS];
+#pragma unroll
+        for (int t = 0; t < MT; ++t) operand(in[t][2 * ks], in[t][2 * ks + 1], a[t]);
+#pragma unroll
+        for (int n = 2 * ks; n < NT; ++n) {
+            const bool holds = n / 2 == ks ? 16 * ks < w.rows : live[n / 2] >> ks & 1;  // else nothing was written there
+            u32 b[2][XPARTS];
+            row_parts(&matrix[8 * n + g][16 * ks + 2 * c], b);
+#pragma unroll
+            for (int i = 0; i < XPARTS; ++i) {
+                b[0][i] = holds ? b[0][i] : 0;
+                b[1][i] = holds ? b[1][i] : 0;
+            }
+#pragma unroll
+            for (int t = 0; t < MT; ++t) mma_parts(out[t][n], a[t], b);
+        }
+    }
+}
+// Rows with an element that is not finite, as bits; the same in every lane.
+__device__ __forceinline__ u64 tainted(const float (&x)[MT][NT][4], int lane) {
+    float probe = 0.f;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < MT; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) probe += 0.f * x[t][n][e];
+    if (!__any_sync(~0u, probe != 0.f)) return 0ull;
+    u64 bad = 0;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < MT; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!finite(x[t][n][e])) bad |= 1ull << (8 * n + 2 * (lane & 3) + (e & 1));
+    u32 low = __reduce_or_sync(~0u, (u32)bad), high = __reduce_or_sync(~0u, (u32)(bad >> 32));
+    return (u64)low | ((u64)high << 32);
+}
+// Put NaN (or, with `clear`, 0) into columns t that see a tainted row.
+__device__ __forceinline__ void mark(const Shared &z, u64 bad, bool clear, float (&x)[MT][NT][4], int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (z.bits[8 * n + 2 * (lane & 3) + e] & bad)
+#pragma unroll
+                for (int t = 0; t < MT; ++t) x[t][n][e] = x[t][n][e + 2] = clear ? 0.f : __uint_as_float(0x7fc00000u);
+}
+// Write [v, t] accumulators as bfloat16 rows t through this warp's columns of the staging area.
+__device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float (&x)[MT][NT][4], u16 *to, i64 row_stride, int first, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int t = 0; t < MT; ++t)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                u32 pair = pack(x[t][n][2 * h], x[t][n][2 * h + 1]), turned;
+                // Lane (g, c) gets row 8 n + g, columns 2 c and 2 c + 1 of the tile.
+                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+                *(u32 *)&z.values[8 * n + g][first + 16 * t + 8 * h + 2 * c] = turned;
+            }
+    }
+    __syncwarp();
+    const int per_row = 2 * MT, step = 32 / per_row;  // 16-byte pieces
+    const int piece = lane % per_row;
+    const u16 *from = &z.values[lane / per_row][first + 8 * piece];
+    u16 *at = to + (i64)(w.start + lane / per_row) * row_stride + 8 * piece;
+    for (int t = lane / per_row; t < w.rows; t += step, from += step * (BV + 8), at += step * row_stride) *(uint4 *)at = *(const uint4 *)from;
+}
+__device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &m, Shared &z, int warp, int lane) {
+    const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
+    if (threadIdx.x < 2) z.bad[threadIdx.x] = 0;
+    GateInputs inputs[(BT + 31) / 32];
+    u64 words[(BT + 31) / 32];
+    if (warp == NW - 1)
+#pragma unroll
+        for (int j = 0; j < (BT + 31) / 32; ++j) {
+            int t = lane + 32 * j;
+            inputs[j] = gate_inputs(p, w, t);
+            words[j] = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
+        }
+    Decays decays;
+    Weights x;
+    x.carried = 1.f;
+    if (w.prior) decays = prior_decays(p, w, lane);
+    request(p, w, m, 0, warp, lane);
+    if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
+    if (warp == NW - 1) {
+        path_sums(z, p, w, inputs, words, lane);
+        find_live(z, lane);
+    }
+    copies_done<1>();
+    __syncthreads();
+    append(p, w, m);
+    if (p.k_out && w.vb == 0 && w.first_of_group)
+        for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
+            *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
+#pragma unroll 1
+    for (int job = warp; job < 2 * (BT / 16); job += NW) row_scales(m, z, job >> 1, job & 1, lane);
+    if (w.prior && !w.fold)
+#pragma unroll 1
+        for (int job = NW - 1 - warp; job < 2 * (BT / 16) * ((w.prior + 15) / 16); job += NW) gram_past(m, z, x, (job >> 1) % (BT / 16), (job >> 1) / (BT / 16), job & 1, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int job = warp, block = 0, kb = 0, at = 0; job < blocks * (blocks + 1); job += NW) {
+        for (; at < job >> 1; ++at)
+            if (++kb > block) ++block, kb = 0;
+        const bool queries = job & 1;
+        if ((z.live[block] >> kb & 1) || (queries && kb == block)) gram(m, z, block, kb, queries, lane);
+    }
+    __syncthreads();
+    if (w.fold) {
+        copies_done<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int t = 0; t < MT; ++t) fold(p, w, m, x, first + 16 * t, lane);
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int block = warp; block < blocks; block += NW) invert_diagonal(m, z, block, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int job = warp; job < 2 * (blocks - 1); job += NW) invert_below(m, z, w, job >> 1, job & 1, lane);
+    copies_done<0>();
+    __syncthreads();
+    // The system's place is free for the values.
+    {
+        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
+        for (int i = threadIdx.x; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&z.values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
+        copies_sent();
+    }
+    for (int i = threadIdx.x; i < (BT - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)z.values[w.rows])[i] = make_uint4(0, 0, 0, 0);
+    float r[MT][NT][4], y[MT][NT][4];
+    read_past(m, z, w, m.k, 0, x.carried, first, r, lane);
+    copies_done<0>();
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        {
+            float2 beta = *(float2 *)&z.write[8 * n + 2 * c], read = *(float2 *)&z.read_k[8 * n + 2 * c];
+#pragma unroll
+            for (int t = 0; t < MT; ++t) {
+                u32 v[2];
+                u32 at = smem_at(&z.values[8 * n + (lane & 7)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
+                asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at));
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    r[t][n][2 * h] = beta.x * (lo_of(v[h]) - read.x * r[t][n][2 * h]);
+                    r[t][n][2 * h + 1] = beta.y * (hi_of(v[h]) - read.y * r[t][n][2 * h + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < MT; ++t) y[t][n][0] = y[t][n][1] = y[t][n][2] = y[t][n][3] = 0.f;
+    }
+    u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32);
+    if (bad) mark(z, bad, true, r, lane);
+    apply(r, m.inverse, y, w, z.live, lane);
+    if (bad) mark(z, bad, false, y, lane);
+#if U_F32
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            int t = 8 * n + 2 * c + e;
+            if (t >= w.rows) continue;
+            float *to = (float *)p.u_out + (i64)(w.start + t) * p.uo_row + w.head * p.uo_head + v0 + first + g;
+#pragma unroll
+            for (int k = 0; k < MT; ++k)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) to[16 * k + 8 * h] = y[k][n][e + 2 * h];
+        }
+#else
+    write_rows(z, w, y, (u16 *)p.u_out + w.head * p.uo_head + v0 + first, p.uo_row, first, lane);
+#endif
+    read_past(m, z, w, m.q, BT, x.carried, first, r, lane);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        float2 read = *(float2 *)&z.read_q[8 * n + 2 * c];
+#pragma unroll
+        for (int t = 0; t < MT; ++t) {
+            r[t][n][0] *= read.x;
+            r[t][n][1] *= read.y;
+            r[t][n][2] *= read.x;
+            r[t][n][3] *= read.y;
+        }
+    }
+    if (bad) mark(z, bad, true, y, lane);
+    apply(y, z.scores, r, w, z.live, lane);
+    if (bad) mark(z, bad, false, r, lane);
+    write_rows(z, w, r, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
+}
+#endif
+
+// Zero this block's columns of rows from `first` on, every `step`-th.
+__device__ __forceinline__ void zero_rows(const Params &p, const Work &w, int first, int end, int step) {
+    for (int i = threadIdx.x; first + i / (BV / 8) * step < end; i += 32 * NW)
+        *(uint4 *)(p.o + (i64)(first + i / (BV / 8) * step) * p.o_row + w.head * p.o_head + BV * w.vb + 8 * (i % (BV / 8))) = make_uint4(0, 0, 0, 0);
+}
+
+union Rest {
+    Small small;
+#if BT > 4
+    Shared wide;
+#endif
+};
+extern "C" __device__ const u32 shared_bytes = sizeof(Tile) + sizeof(Rest);
+
+extern "C" __global__ void __launch_bounds__(32 * NW, MIN_BLOCKS) gdn_step(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) char memory[];
+    Tile &tile = *(Tile *)memory;
+    Rest &rest = *(Rest *)(memory + sizeof(Tile));
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const Work w = work_of(p);
+    // Rows past the trees are shared out among the sequences.
+    const int past = p.cu_rows[p.num_seqs];
+    if (past < p.num_rows) zero_rows(p, w, past + w.seq, p.num_rows, p.num_seqs);
+    if (!w.live) {
+        zero_rows(p, w, w.start, w.start + w.rows, 1);
+        return;
+    }
+#if BT > 4
+    if (w.rows > 4) {
+        wide_step(p, w, tile, rest.wide, warp, lane);
+        return;
+    }
+#endif
+    small_step(p, w, tile, rest.small, warp, lane);
+}
