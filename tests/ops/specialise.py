@@ -47,4 +47,10 @@ def compiled(kernel, args, options, arch: int) -> dict:
     source = ASTSource(kernel, signature, constexprs, attributes)
     result = triton.compile(source, target=target, options=parsed.__dict__)
     registers, stack = usage(result.asm["cubin"])
-    return {"kernel": kernel.fn.__name__, "arch": arch, "shared": result.metadata.shared, "registers": registers, "stack": stack}
+    return {
+        "kernel": kernel.fn.__name__,
+        "arch": arch,
+        "shared": result.metadata.shared,
+        "registers": registers,
+        "stack": stack,
+    }

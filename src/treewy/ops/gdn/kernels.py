@@ -142,6 +142,7 @@ def _step(
         state.shape[0],
         size,
         num_warps=_num_warps(size),
+        num_stages=1,
     )
 
 
@@ -205,10 +206,6 @@ def _check(
         _check_record("out.record", _record(out), floats)
         args.check_layout({"o": out.o}, 1)
         refuse_interpreted_bfloat16(state, rows.q, rows.k)
-        if rows.q.dtype != rows.k.dtype:
-            raise UnsupportedError(
-                f"Kernels must be given q and k of one dtype; got {rows.q.dtype} and {rows.k.dtype}. Cast one of them."
-            )
     if pending is not None:
         _check_record("record", pending, floats)
         refuse_interpreted_bfloat16(pending.k)
@@ -223,6 +220,10 @@ def _check(
                 "Make both for the same layer."
             )
     args.check_dtypes(floats)
+    if rows is not None and rows.q.dtype != rows.k.dtype:
+        raise UnsupportedError(
+            f"Kernels must be given q and k of one dtype; got {rows.q.dtype} and {rows.k.dtype}. Cast one of them."
+        )
     args.check_layout({"slots": slots} if path is None else {"slots": slots, "path.rows": path.rows}, 0)
 
 

@@ -1,5 +1,7 @@
 """Device functions over the rows of one tree: gates, path sums of log decays, ancestor masks, and the solve."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -9,11 +11,12 @@ LEAST_DECAY = tl.constexpr(-1024.0)
 # Log decays are summed as two parts, multiples of 2^-7 and of 2^-25. Each sum over up to 128 rows fits the 24 bits of a
 # float32, so that it is exact and the same in any order. Adding and subtracting 1.5 * 2^23 units rounds to a unit.
 COARSE = tl.constexpr(1.5 * 2**16)
-PREC = tl.constexpr("ieee")
 FINE = tl.constexpr(1.5 * 2**-2)
 
 
+# The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit
+@no_type_check
 def log1p(x):
     """Return log(1 + x) for x in 0..1, to float32's relative accuracy however small x is."""
     one_more = 1.0 + x
@@ -21,10 +24,15 @@ def log1p(x):
 
 
 @triton.jit
+@no_type_check
 def gates(x, first, m_row, i_hv, size):
     """Return (g, beta) of rows; of raw projections by eq. 2 of docs/theory.md."""
-    b_g = tl.load(x.a + first * x.a_row + i_hv * x.a_head + tl.arange(0, size.BT) * x.a_row, mask=m_row, other=0.0).to(tl.float32)
-    b_beta = tl.load(x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0).to(tl.float32)
+    b_g = tl.load(x.a + first * x.a_row + i_hv * x.a_head + tl.arange(0, size.BT) * x.a_row, mask=m_row, other=0.0).to(
+        tl.float32
+    )
+    b_beta = tl.load(
+        x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0
+    ).to(tl.float32)
     if x.a_log is not None:
         b_g += tl.load(x.dt_bias + i_hv).to(tl.float32)
         softplus = tl.where(b_g > 0, b_g, 0.0) + log1p(tl.exp(-tl.abs(b_g)))
@@ -34,6 +42,7 @@ def gates(x, first, m_row, i_hv, size):
 
 
 @triton.jit
+@no_type_check
 def ancestor_mask(tree, first, m_row, BT: tl.constexpr):
     """Return [t, i]: i is t or an ancestor of t."""
     o_i = tl.arange(0, BT)
@@ -47,6 +56,7 @@ def ancestor_mask(tree, first, m_row, BT: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def path_sums(b_g, m_ancestors):
     """Return each row's log decay from the root's parent on, as coarse and fine part; both are exact sums."""
     b_g = tl.where(b_g < LEAST_DECAY, LEAST_DECAY, b_g)
@@ -58,6 +68,7 @@ def path_sums(b_g, m_ancestors):
 
 
 @triton.jit
+@no_type_check
 def two_sum(a, b):
     """Return the sum of two floats and what its rounding lost."""
     high = a + b
@@ -66,6 +77,7 @@ def two_sum(a, b):
 
 
 @triton.jit
+@no_type_check
 def decay_ratios(coarse, fine, m_ancestors):
     """Return exp(G_t - G_i) for ancestors i of t and t itself, else 0; masked before exp."""
     difference = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
@@ -73,6 +85,7 @@ def decay_ratios(coarse, fine, m_ancestors):
 
 
 @triton.jit
+@no_type_check
 def diagonal_blocks(matrix, SIZE: tl.constexpr, NUM: tl.constexpr):
     """Return the diagonal blocks [NUM, SIZE, SIZE] of a square matrix."""
     if NUM == 1:
@@ -86,6 +99,7 @@ def diagonal_blocks(matrix, SIZE: tl.constexpr, NUM: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def inverse_blocks(couplings, m_strict, NUM: tl.constexpr):
     """Return (I + A)^-1 of the diagonal blocks of 16 rows, by substitution level by level.
 
@@ -101,12 +115,13 @@ def inverse_blocks(couplings, m_strict, NUM: tl.constexpr):
     while done < num_levels:
         done += 1
         # Rows below the current level stay zero, so that nothing unfinished is ever multiplied.
-        following = eye - tl.dot(blocks, inverse, input_precision=PREC)
+        following = eye - tl.dot(blocks, inverse, input_precision="ieee")
         inverse = tl.where(level[:, :, None] <= done, following, 0.0)
     return inverse
 
 
 @triton.jit
+@no_type_check
 def quarters(blocks, SIZE: tl.constexpr, NUM: tl.constexpr):
     """Return the quarters [NUM, SIZE, SIZE] of lower triangular blocks: upper left, lower left, lower right."""
     five = tl.permute(tl.reshape(blocks, [NUM, 2, SIZE, 2, SIZE]), (0, 2, 4, 1, 3))
@@ -116,6 +131,7 @@ def quarters(blocks, SIZE: tl.constexpr, NUM: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def lower_product(wide, lower, size):
     """Return wide @ lower^T for wide [BV, BT] and lower triangular [BT, BT], in halves where shared memory is short."""
     if size.BT < 128:
@@ -134,6 +150,7 @@ def lower_product(wide, lower, size):
 
 
 @triton.jit
+@no_type_check
 def merged(inverse, couplings, SIZE: tl.constexpr, NUM: tl.constexpr):
     """Return the inverses of blocks twice as large, given those of the NUM blocks of SIZE rows."""
     pairs = tl.permute(tl.reshape(inverse, [NUM // 2, 2, SIZE, SIZE]), (0, 2, 3, 1))
@@ -141,12 +158,13 @@ def merged(inverse, couplings, SIZE: tl.constexpr, NUM: tl.constexpr):
     quarters = tl.reshape(diagonal_blocks(couplings, 2 * SIZE, NUM // 2), [NUM // 2, 2, SIZE, 2, SIZE])
     left, _ = tl.split(tl.permute(quarters, (0, 2, 4, 1, 3)))
     _, below = tl.split(left)
-    below = -tl.dot(lower, tl.dot(below, upper, input_precision=PREC), input_precision="ieee")
+    below = -tl.dot(lower, tl.dot(below, upper, input_precision="ieee"), input_precision="ieee")
     four = tl.join(tl.join(upper, below), tl.join(tl.zeros_like(lower), lower))
     return tl.reshape(tl.permute(four, (0, 3, 1, 4, 2)), [NUM // 2, 2 * SIZE, 2 * SIZE])
 
 
 @triton.jit
+@no_type_check
 def inverse_less_one(couplings, m_strict, BT: tl.constexpr):
     """Return (I + A)^-1 - I in float32, for a strictly lower A: eq. 9 of docs/theory.md in blocks of 16 rows.
 

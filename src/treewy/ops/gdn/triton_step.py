@@ -1,5 +1,7 @@
 """The kernel of the gated delta rule: prior rows folded, read or appended, then one tree solved, per value head."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -11,7 +13,9 @@ from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
 L2_EPS = tl.constexpr(1e-6)
 
 
+# The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_slots"])
+@no_type_check
 def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows, num_slots, size):
     """Do the step of one sequence, one value head and BV of its value channels; the last programs zero inert rows.
 
@@ -37,6 +41,7 @@ def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows,
 
 
 @triton.jit
+@no_type_check
 def zero_rows(out, first, end, i_hv, o_v, size):
     """Write zeros to the outputs of rows that no live sequence owns."""
     zeros = tl.zeros([16, size.BV], dtype=out.p.dtype.element_ty)
@@ -48,6 +53,7 @@ def zero_rows(out, first, end, i_hv, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def counts(past, at):
     """Return how many rows the history and the path have."""
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -59,6 +65,7 @@ def counts(past, at):
 
 
 @triton.jit
+@no_type_check
 def whether_folds(fold, count, i_b, size):
     """Return whether this sequence has prior rows that go into the state."""
     folds = count[0] + count[1] > 0
@@ -70,6 +77,7 @@ def whether_folds(fold, count, i_b, size):
 
 
 @triton.jit
+@no_type_check
 def append_path(past, newest, at, count, folds, i_v, o_v, size):
     """Append the path to the history of a sequence that does not fold, if there is room."""
     if past[0] is not None and past[2] is not None and size.fold != ALWAYS:
@@ -79,6 +87,7 @@ def append_path(past, newest, at, count, folds, i_v, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
@@ -92,12 +101,13 @@ def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
 
 
 @triton.jit
+@no_type_check
 def grams(x, i_h, first, m_row, size):
     """Return k . k and q . k of all rows, and what makes keys and queries unit length, times the queries' scale."""
     keys_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     queries_keys = tl.zeros([size.BT, size.BT], dtype=tl.float32)
     key_squares, query_squares = tl.zeros([size.BT], dtype=tl.float32), tl.zeros([size.BT], dtype=tl.float32)
-    for i_k in tl.static_range(size.K // size.BK):
+    for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
         b_q = reading.row_block(x.q + i_h * x.q_head, x.q_row, first, m_row, i_k, size)
         b_k = reading.row_block(x.k + i_h * x.k_head, x.k_row, first, m_row, i_k, size)
         keys_keys += reading.product(b_k, tl.trans(b_k), size)
@@ -114,11 +124,14 @@ def grams(x, i_h, first, m_row, size):
 
 
 @triton.jit
+@no_type_check
 def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size):
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
     # Before anything else, so that the state is on its way while the rows are solved among themselves.
-    blocks = reading.load_state(state, at, o_v, size)
+    blocks = None
+    if size.K <= 2 * size.BK:
+        blocks = reading.load_state(state, at, o_v, size)
     count = counts(past, at)
     folds = whether_folds(fold, count, i_b, size)
     newest = prior.newest_decays(past, at, count, size)
@@ -138,19 +151,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     scores = tl.where(m_ancestors, query_norms[:, None] * ratios * queries_keys, 0.0)
 
     # Channels first, so that the state is the left operand: its tiles are the large ones.
-    read_keys = tl.zeros([size.BV, size.BT], dtype=tl.float32)
-    read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
-    for i_k in tl.static_range(size.K // size.BK):
-        b_s = blocks[i_k]
-        if size.fold != NEVER:
-            if folds:
-                b_s = reading.folded(b_s, past, newest, at, count, o_v, i_k, size)
-                p_s, m_s = reading.state_block(state, at, o_v, i_k, size)
-                tl.store(p_s, b_s, mask=m_s)
-        b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_t, i_k, size)
-        b_q = reading.row_block(x.q + at[2] * x.q_head, x.q_row, first, m_t, i_k, size)
-        read_keys += reading.product(b_s, tl.trans(b_k), size)
-        read_queries += reading.product(b_s, tl.trans(b_q), size)
+    read_keys, read_queries = reading.read_state(
+        blocks, x, state, past, newest, at, count, folds, o_v, first, m_t, size
+    )
     if size.fold != ALWAYS and past[0] is not None:
         if (folds == 0) & (count[0] + count[1] > 0):
             carried = tl.exp((newest[0] + newest[2]) + (newest[1] + newest[3]))
@@ -160,7 +163,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
 
     carried = tl.exp(coarse + fine)
     m_o = (o_v < size.V)[:, None] & m_t[None, :]
-    b_v = tl.load(x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0).to(tl.float32)
+    b_v = tl.load(
+        x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0
+    ).to(tl.float32)
     residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
     # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
     bad = tl.max(tl.where(tl.abs(residual) < float("inf"), 0, 1), axis=0)
@@ -182,6 +187,7 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
 
 
 @triton.jit
+@no_type_check
 def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
     """Write the decays of a value head's rows, and the keys of a key head's; one program each."""
     if i_v == 0:
@@ -190,7 +196,7 @@ def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
         tl.store(record.high + first * record.high_row + at[3] + o_t * record.high_row, high, mask=m_row)
         tl.store(record.low + first * record.low_row + at[3] + o_t * record.low_row, low, mask=m_row)
         if at[3] % (size.HV // size.H) == 0:
-            for i_k in tl.static_range(size.K // size.BK):
+            for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
                 b_k = reading.row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
                 o_k = (tl.arange(0, size.BK) + i_k * size.BK + at[2] * size.K)[None, :]
                 p_k = record.k + first * record.k_row + (o_t[:, None] * record.k_row + o_k)
@@ -198,6 +204,7 @@ def record_row(x, record, at, i_v, coarse, fine, first, m_row, size):
 
 
 @triton.jit
+@no_type_check
 def gdn_lengths(lengths, slots, path_lengths, num_seqs, num_slots, BLOCK: tl.constexpr):
     """Move the lengths of histories: by the paths that were appended, or to 0 where `path_lengths` is None."""
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
