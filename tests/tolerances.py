@@ -84,6 +84,14 @@ LAW_ROUNDING = 1e-13
 # The same row's law in another batch: its sums may be taken in another order. Seen: bit for bit equal on one thread.
 LAW_NEIGHBOURS = 1e-14
 
+# Attention kernels in 16 bits against float64 on the same operands: weights are rounded before they meet the values, and
+# the output is cast; each costs at most one unit roundoff (2**-11 in float16, 2**-8 in bfloat16) of the largest value.
+ATTENTION_FLOAT16 = 2 * 2.0**-11
+ATTENTION_BFLOAT16 = 2 * 2.0**-8
+
+# The same in float32 on a GPU: three products of 11 significant bits each stand for one of float32, and lose its last bits.
+ATTENTION_FLOAT32 = 1e-5
+
 # Kernels of the gated delta rule in float32, or with 16-bit rows and a float32 state, against the float64 walk on the same
 # inputs, outputs before any cast. Ordinary keys; seen on the CPU: 3e-7.
 KERNEL_FLOAT32 = 2e-6
@@ -95,11 +103,3 @@ KERNEL_HARD_FLOAT32 = 2e-5
 # Two implementations of one step in float32, each a closed form: what they write for the next step. Log decays are exact
 # sums in the kernels.
 KERNEL_TWIN = 2e-6
-
-# Attention kernels in 16 bits against float64 on the same operands: weights are rounded before they meet the values, and
-# the output is cast; each costs at most one unit roundoff (2**-11 in float16, 2**-8 in bfloat16) of the largest value.
-ATTENTION_FLOAT16 = 2 * 2.0**-11
-ATTENTION_BFLOAT16 = 2 * 2.0**-8
-
-# The same in float32 on a GPU: three products of 11 significant bits each stand for one of float32, and lose its last bits.
-ATTENTION_FLOAT32 = 1e-5

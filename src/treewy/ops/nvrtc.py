@@ -6,7 +6,7 @@ No compiler and no headers need to be installed: PyTorch's CUDA builds bring NVR
 import ctypes
 import importlib.util
 import os
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -27,30 +27,22 @@ class Kernel:
         name: An `extern "C"` kernel that takes one struct by value.
         macros: Definitions of the variant.
         capability: Compute capability to compile for, as (9, 0).
+        shared_bytes: Dynamic shared memory of a block.
 
     Raises:
         BackendError: it does not compile or load here.
     """
 
-    def __init__(self, source: str, name: str, macros: dict[str, int], capability: tuple[int, int]) -> None:
-        self.name = name
+    def __init__(
+        self, source: str, name: str, macros: dict[str, int], capability: tuple[int, int], shared_bytes: int
+    ) -> None:
+        self.name, self._shared_bytes = name, shared_bytes
         cubin = compile_cubin(source, macros, capability)
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "load a module")
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"find {name}")
-        self._module = module
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        """The source's own `shared_bytes`: dynamic shared memory that a block needs; reserved when first read."""
-        address, size = ctypes.c_uint64(), ctypes.c_size_t()
-        found = _driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, b"shared_bytes")
-        _check(found, "find shared_bytes")
-        value = ctypes.c_uint32()
-        _check(_driver().cuMemcpyDtoH_v2(ctypes.byref(value), address, ctypes.c_size_t(4)), "read shared_bytes")
-        allowed = _driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, ctypes.c_int(value.value))
-        _check(allowed, f"reserve {value.value} bytes of shared memory for {self.name}")
-        return value.value
+        reserved = _driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes))
+        _check(reserved, f"reserve {shared_bytes} bytes of shared memory for {name}")
 
     def launch(self, grid: tuple[int, int], num_threads: int, params: ctypes.Structure) -> None:
         """Launch on the current stream; an empty grid runs nothing."""
@@ -65,7 +57,7 @@ class Kernel:
             *sizes,
             ctypes.c_uint(1),
             ctypes.c_uint(1),
-            ctypes.c_uint(self.shared_bytes),
+            ctypes.c_uint(self._shared_bytes),
             stream,
             pointers,
             None,
@@ -77,13 +69,7 @@ class Kernel:
 def _compile(source: str, macros: tuple[tuple[str, int], ...], architecture: str) -> tuple[bytes, str]:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"treewy.cu", 0, None, None)
-    options = [
-        f"--gpu-architecture={architecture}",
-        "--std=c++17",
-        "-default-device",
-        "--ptxas-options=-v",
-        *os.environ.get("TREEWY_NVRTC", "").split(),
-    ]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in macros]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = nvrtc.nvrtcCompileProgram(program, len(options), array)

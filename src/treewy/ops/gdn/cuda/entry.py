@@ -76,6 +76,7 @@ def commit_verify(
         u=record.u.dtype,
         exact=exact,
         num_heads=tree.num_seqs * state.shape[1],
+        shared_limit=torch.cuda.get_device_properties(state.device).shared_memory_per_block_optin,
     )
     group = state.shape[1] // x.k.shape[1]
     # head // group as a product: exact for any number of heads there is.

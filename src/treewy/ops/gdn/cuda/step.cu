@@ -1165,7 +1165,7 @@ union Rest {
     Shared wide;
 #endif
 };
-extern "C" __device__ const u32 shared_bytes = sizeof(Tile) + sizeof(Rest);
+static_assert(sizeof(Tile) + sizeof(Rest) == SHARED_BYTES, "what the host reserves");
 
 extern "C" __global__ void __launch_bounds__(32 * NW, MIN_BLOCKS) gdn_step(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char memory[];

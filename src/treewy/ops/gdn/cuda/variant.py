@@ -11,6 +11,8 @@ from treewy.ops.nvrtc import Kernel
 
 SOURCE = Path(__file__).parent / "step.cu"
 DIM = 128
+# Elements from row to row of 128 in shared memory: no two rows of a matrix operand meet in a bank.
+PADDED = 136
 # Rows of the largest tree that a variant takes; the first is done without shared matrices.
 ROW_BUCKETS = (4, 16, 32, 48, 64)
 # Prior rows: a history's places and the longest path.
@@ -32,7 +34,22 @@ class Variant(NamedTuple):
 
     def macros(self) -> dict[str, int]:
         """Return the definitions the source needs."""
-        return {name.upper(): value for name, value in self._asdict().items()}
+        macros = {name.upper(): value for name, value in self._asdict().items()}
+        return macros | {"SHARED_BYTES": self.shared_bytes}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the source's `Tile` and `Rest`, which asserts that it is this."""
+        values, wide = 16 * self.mt * self.nw, self.bt > ROW_BUCKETS[0]
+        state, u, part = 4 if self.state_f32 else 2, 4 if self.u_f32 else 2, 4 if self.exact else 2
+        system = self.bt * (self.bt + 4) * 4
+        prior = max(self.pmax * PADDED * 2, system) + self.pmax * (values * u + 16)
+        tile = values * PADDED * state + 2 * self.bt * PADDED * 2 + prior
+        small = self.nw * 64 * 4 + 4 * (values + 8) * 2
+        scores = self.bt * (self.bt + (4 if self.exact else 8)) * part
+        matrices = max(system, self.bt * (values + 8) * 2) + scores + 2 * self.bt * (self.pmax + 8) * part
+        tables = self.bt * (8 * 4 + 8) + 4 * 4 + 8 + 64 * (8 + 4)
+        return _aligned(tile) + (max(_aligned(small), _aligned(matrices + tables)) if wide else _aligned(small))
 
     @property
     def num_threads(self) -> int:
@@ -46,7 +63,7 @@ class Variant(NamedTuple):
 
 
 def choose(
-    *, max_rows: int, max_prior: int, state: torch.dtype, u: torch.dtype, exact: bool, num_heads: int
+    *, max_rows: int, max_prior: int, state: torch.dtype, u: torch.dtype, exact: bool, num_heads: int, shared_limit: int
 ) -> Variant:
     """Return the variant for these bounds.
 
@@ -57,26 +74,38 @@ def choose(
         u: Dtype of pseudo-values in records and histories.
         exact: Whether products keep float32's precision.
         num_heads: Value heads of the whole batch: with few, blocks are small, so that every multiprocessor gets one.
+        shared_limit: Bytes of shared memory that a block may have; less picks smaller blocks.
 
     Raises:
-        UnsupportedError: trees or histories are too large.
+        UnsupportedError: trees or histories are too large, for the kernel or for the shared memory.
     """
     wide = state == torch.float32
     bt, pmax = _bucket(max_rows, ROW_BUCKETS, "tree rows"), _bucket(max_prior, PRIOR_BUCKETS, "prior rows")
-    nw, mt, min_blocks = _shape(bt, wide=wide, exact=exact, num_heads=num_heads)
     parts = 3 if exact else 2
-    return Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
+    for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads):
+        variant = Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
+        if variant.shared_bytes <= shared_limit:
+            return variant
+    raise UnsupportedError(
+        f"The CUDA kernel must have {variant.shared_bytes} bytes of shared memory a block for trees of {max_rows} rows; "
+        f"this device gives {shared_limit}. Use backend='triton', or smaller trees."
+    )
 
 
-def _shape(bt: int, *, wide: bool, exact: bool, num_heads: int) -> tuple[int, int, int]:
-    """Return warps, tiles of 16 values per warp, and blocks per multiprocessor to leave registers for."""
+def _shapes(bt: int, *, wide: bool, num_heads: int) -> list[tuple[int, int, int]]:
+    """Return warps, tiles of 16 values per warp, and blocks per multiprocessor to leave registers for; the fastest first."""
+    smaller = [(4, 1, 1), (2, 1, 1), (1, 1, 1)]
     if num_heads <= 64:
-        return (8, 1, 1) if bt > 4 else (4, 1, 1)
+        return [(8, 1, 1) if bt > 4 else (4, 1, 1), *smaller]
     if bt == 4:
-        return (4, 1, 4) if wide else (4, 2, 4)
+        return [(4, 1, 4) if wide else (4, 2, 4), *smaller]
     if bt == 16:
-        return (8, 1, 2) if wide else (4, 2, 3)
-    return (8, 1, 1) if wide or bt == 64 else (8, 1, 2)
+        return [(8, 1, 2) if wide else (4, 2, 3), *smaller]
+    return [(8, 1, 1) if wide or bt == 64 else (8, 1, 2), *smaller]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 def _bucket(needed: int, buckets: tuple[int, ...], what: str) -> int:
@@ -92,4 +121,5 @@ def _bucket(needed: int, buckets: tuple[int, ...], what: str) -> int:
 def kernel(variant: Variant, device: int) -> Kernel:
     """Return the compiled variant for a device, compiling it when first asked for."""
     with torch.cuda.device(device):
-        return Kernel(SOURCE.read_text(), "gdn_step", variant.macros(), torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        return Kernel(SOURCE.read_text(), "gdn_step", variant.macros(), capability, variant.shared_bytes)

@@ -1,0 +1,60 @@
+"""The CUDA kernel compiles for GPUs that are not here, within their shared memory, and refuses what does not fit."""
+
+import re
+
+import pytest
+import torch
+
+from treewy.errors import BackendError, UnsupportedError
+from treewy.ops.gdn.cuda.variant import SOURCE, Variant, choose
+from treewy.ops.nvrtc import compile_cubin, compile_log
+
+# Compute capability and bytes of shared memory that a block may have.
+GPUS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (12, 0): 99 * 1024}
+HALF, FULL = torch.bfloat16, torch.float32
+
+CASES = {
+    "chain 4": {"max_rows": 4, "max_prior": 20, "state": HALF, "u": HALF, "exact": False, "num_heads": 4096},
+    "15 rows, float32": {"max_rows": 15, "max_prior": 4, "state": FULL, "u": FULL, "exact": False, "num_heads": 4096},
+    "40 rows": {"max_rows": 40, "max_prior": 20, "state": HALF, "u": HALF, "exact": False, "num_heads": 4096},
+    "one sequence, exact": {"max_rows": 40, "max_prior": 4, "state": FULL, "u": FULL, "exact": True, "num_heads": 32},
+}
+
+
+def source() -> str:
+    return SOURCE.read_text()
+
+
+@pytest.mark.parametrize("capability", GPUS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_it_compiles_without_spills(name, capability):
+    """The source asserts that its shared memory is what the host reserves."""
+    variant = choose(**CASES[name], shared_limit=GPUS[capability])
+    log = compile_log(source(), variant.macros(), capability)
+    assert variant.shared_bytes <= GPUS[capability]
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"]
+    assert len(compile_cubin(source(), variant.macros(), capability)) > 10_000
+
+
+def test_less_shared_memory_picks_smaller_blocks():
+    large, small = (choose(**CASES["40 rows"], shared_limit=limit) for limit in (227 * 1024, 99 * 1024))
+    assert large.value_blocks == 1
+    assert small.value_blocks > 1
+    assert small.shared_bytes <= 99 * 1024
+
+
+def test_what_fits_nowhere_is_refused():
+    """Fault K06: more shared memory was asked for than the card has."""
+    with pytest.raises(UnsupportedError, match="must have [0-9]+ bytes of shared memory.*gives 20000"):
+        choose(**CASES["40 rows"], shared_limit=20_000)
+    with pytest.raises(UnsupportedError, match="up to 64 tree rows; got 65"):
+        choose(**CASES["chain 4"] | {"max_rows": 65}, shared_limit=227 * 1024)
+    with pytest.raises(UnsupportedError, match="up to 48 prior rows; got 49"):
+        choose(**CASES["chain 4"] | {"max_prior": 49}, shared_limit=227 * 1024)
+
+
+def test_a_source_that_does_not_compile_says_why():
+    variant = choose(**CASES["chain 4"], shared_limit=227 * 1024)
+    wrong = Variant(*variant).macros() | {"SHARED_BYTES": 1}
+    with pytest.raises(BackendError, match="what the host reserves"):
+        compile_cubin(source(), wrong, (9, 0))
