@@ -114,15 +114,17 @@ def warm(facts: Facts) -> None:
     u = torch.bfloat16 if facts.state_dtype == torch.bfloat16 and not facts.exact else torch.float32
     keys, values = (heads, facts.key_dim), (value_heads, facts.value_dim)
     q, k, v = (blank(1, *shape, of=facts.dtype) for shape in (keys, keys, values))
-    a, b = blank(2, 1, value_heads, of=facts.gate_dtype or facts.dtype)
+    a, b = (blank(1, value_heads, of=facts.gate_dtype or facts.dtype) for _ in range(2))
     x = Projections(q, k, v, a, b, blank(value_heads), blank(value_heads), facts.beta_scale)
+
+    def kept(*rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        high, low = (blank(*rows, value_heads) for _ in range(2))
+        return blank(*rows, *values, of=u), blank(*rows, *keys, of=facts.dtype), high, low
+
     state = blank(1, *values, facts.key_dim, of=facts.state_dtype)
-    records = [Record(blank(1, *values, of=u), torch.empty_like(k), *blank(2, 1, value_heads)) for _ in range(2)]
-    lengths = blank(1, of=facts.index_dtype)
-    rows = 1, 16  # a multiple of 16, so that all strides are divisible
-    history = History(
-        blank(*rows, *values, of=u), blank(*rows, *keys, of=facts.dtype), *blank(2, *rows, value_heads), lengths
-    )
+    # A history of a multiple of 16 rows, so that all strides are divisible.
+    history = History(*kept(1, 16), blank(1, of=facts.index_dtype))
+    records = Record(*kept(1)), Record(*kept(1))
     table = blank(2, 1, of=torch.int32)
     path = PathTables(table[:1], table[0])
     slots = torch.full((1,), INERT, dtype=facts.index_dtype, device=facts.device)
