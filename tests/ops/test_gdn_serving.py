@@ -111,6 +111,10 @@ def test_what_is_inert(backend):
     assert torch.equal(
         gdn.commit_verify(x, state, torch.tensor([-1]), tree.tables, backend=backend).o, torch.zeros(8, 2, 3)
     )
+    record = gdn.Record(*(torch.ones(8, *part) for part in ((2, 3), (1, 4), (2,), (2,))))
+    prior = gdn.Prior(None, record, paths_of([0], [[0]], 1), torch.ones(1))
+    gdn.commit_verify(x, state, torch.tensor([-1]), tree.tables, prior=prior, backend=backend)
+    assert torch.equal(state, kept)
     live = gdn.commit_verify(x, state, torch.tensor([2]), tree.tables, backend=backend)
     assert live.o[:5].isfinite().all()
     assert (live.o[5:] == 0).all()

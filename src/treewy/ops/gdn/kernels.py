@@ -223,9 +223,10 @@ def _sizes(
     most = 32 if block_rows == MAX_ROWS and wide else 64
     block_keys = min(most, key_dim & -key_dim)
     block_values = min(64, triton.next_power_of_2(value_dim))
-    precision = "ieee" if interpreted() else "bf16x6" if exact else "tf32"
+    # Of float32 operands: as many bfloat16 or tf32 parts of each as keep all, or most, of its bits. Grams keep more.
+    precisions = ("ieee", "ieee") if interpreted() else ("bf16x6", "bf16x6") if exact else ("tf32", "tf32x3")
     sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values)
-    return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, precision, scale, beta)))
+    return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, *precisions, scale, beta)))
 
 
 def _has_dims(key_dim: int, value_dim: int) -> bool:

@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
         fold: What becomes of prior rows, as `triton_step` names it.
         exact: Whether products keep float32's accuracy.
         precision: Of products of float32 operands.
+        gram_precision: The same of grams: nearly equal keys amplify what they lose.
         scale: Of queries.
         beta_scale: Of betas.
     """
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
     fold: Any
     exact: Any
     precision: Any
+    gram_precision: Any
     scale: Any
     beta_scale: Any
 

@@ -17,7 +17,7 @@ NEVER, BY_TABLE, ALWAYS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit
 @no_type_check
-def product(a, b, size):
+def product(a, b, size, PRECISION: tl.constexpr):
     """Return a @ b in float32.
 
     Equal 16-bit operands multiply exactly as they are. A float32 a is split into bfloat16 parts where b is bfloat16:
@@ -34,7 +34,7 @@ def product(a, b, size):
             c += tl.dot((rest - low.to(tl.float32)).to(tl.bfloat16), b)
         c += tl.dot(high, b)
     else:
-        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=size.precision)
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return c
 
 
@@ -58,7 +58,7 @@ def folded(b_s, past, newest, at, count, o_v, i_k, size):
         tile = prior.tile_of(first, past, at, count)
         b_w = prior.weights(past, tile, newest, at, size)
         b_u = prior.pseudo_values(past, tile, at, o_v, size) * b_w[:, None]
-        wide += product(tl.trans(b_u), prior.keys(past, tile, at, i_k, size), size)
+        wide += product(tl.trans(b_u), prior.keys(past, tile, at, i_k, size), size, size.precision)
         first += prior.BH
     return wide.to(b_s.dtype)
 
@@ -115,7 +115,7 @@ def read_block(b_s, x, at, first, m_row, i_k, size):
     """Return what a block of the state gives for each key and query."""
     b_k = row_block(x.k + at[2] * x.k_head, x.k_row, first, m_row, i_k, size)
     b_q = row_block(x.q + at[2] * x.q_head, x.q_row, first, m_row, i_k, size)
-    return product(b_s, tl.trans(b_k), size), product(b_s, tl.trans(b_q), size)
+    return product(b_s, tl.trans(b_k), size, size.precision), product(b_s, tl.trans(b_q), size, size.precision)
 
 
 @triton.jit
@@ -165,8 +165,8 @@ def read_prior(x, past, newest, at, count, o_v, first, m_row, size):
         of_queries = tl.zeros([prior.BH, size.BT], dtype=tl.float32)
         for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
             b_h = prior.keys(past, tile, at, i_k, size)
-            of_keys += product(b_h, tl.trans(row_block(p_k, x.k_row, first, m_row, i_k, size)), size)
-            of_queries += product(b_h, tl.trans(row_block(p_q, x.q_row, first, m_row, i_k, size)), size)
+            of_keys += product(b_h, tl.trans(row_block(p_k, x.k_row, first, m_row, i_k, size)), size, size.precision)
+            of_queries += product(b_h, tl.trans(row_block(p_q, x.q_row, first, m_row, i_k, size)), size, size.precision)
         read_keys += tl.dot(b_u, of_keys * b_w[:, None], input_precision=size.precision)
         read_queries += tl.dot(b_u, of_queries * b_w[:, None], input_precision=size.precision)
         done += prior.BH

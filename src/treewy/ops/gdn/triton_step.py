@@ -139,8 +139,8 @@ def grams(x, i_h, first, m_row, size):
     for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
         b_q = reading.row_block(x.q + i_h * x.q_head, x.q_row, first, m_row, i_k, size)
         b_k = reading.row_block(x.k + i_h * x.k_head, x.k_row, first, m_row, i_k, size)
-        keys_keys += reading.product(b_k, tl.trans(b_k), size)
-        queries_keys += reading.product(b_q, tl.trans(b_k), size)
+        keys_keys += reading.product(b_k, tl.trans(b_k), size, size.gram_precision)
+        queries_keys += reading.product(b_q, tl.trans(b_k), size, size.gram_precision)
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
         key_squares += tl.sum(b_k * b_k, axis=1)
         query_squares += tl.sum(b_q * b_q, axis=1)
