@@ -48,6 +48,7 @@ def make(
     max_rows: int = 12,
     max_support: int | None = None,
     share_drawn: float = 0.7,
+    agreement: float = 1.0,
     num_levels: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Drafted:
@@ -60,6 +61,7 @@ def make(
         max_rows: Rows of the largest tree.
         max_support: Most tokens that a drafter's law gives something; fewer than children use it up.
         share_drawn: Share of rows whose children are drawn.
+        agreement: Of the drafter's logits with the target's; below 0 most drafts fall.
         num_levels: Different logits, so that there are ties; None: as many as there are.
         dtype: Of the logits.
     """
@@ -77,7 +79,7 @@ def make(
             children = [start + child for child in shape.children(row)]
             if children and rng.random() < share_drawn:
                 law_of_row[start + row] = len(laws)
-                laws.append(_law(rng, logits[start + row], max_support))
+                laws.append(_law(rng, agreement * logits[start + row], max_support))
                 tokens[children] = _siblings(rng, laws[-1], len(children))
             elif children:
                 tokens[children] = np.argsort(-logits[start + row], kind="stable")[: len(children)][
@@ -96,7 +98,7 @@ def make(
 
 
 def _tree(rng: np.random.Generator, num_rows: int) -> DraftTree:
-    reach = int(rng.choice([1, 2, 4]))
+    reach = int(rng.choice([1, 2, 4, num_rows]))
     return DraftTree([-1] + [int(rng.integers(max(0, row - reach), row)) for row in range(1, num_rows)])
 
 

@@ -93,9 +93,9 @@ def test_what_a_walk_says_of_its_end(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [16, VOCAB])
 def test_ties_go_to_the_lowest_id(backend, dtype, vocab):
-    """Fault F13: logits equal at 5, 9 and the last id give 5; the last alone is found as well."""
+    """Fault F13: logits equal at 5, 9, the last id, and in the same place of every block give 5; the last alone is found."""
     logits = torch.full((2, vocab), -1.0, dtype=dtype)
-    logits[0, [5, 9, vocab - 1]] = 2.0
+    logits[0, [5, 9, vocab - 1, *range(5, vocab, 4096)]] = 2.0
     logits[1, vocab - 1] = 2.0
     assert accept.choices(logits, backend=backend).tolist() == [5, vocab - 1]
 
@@ -167,6 +167,23 @@ def test_sampled_walks_are_those_of_the_rule(backend, seeds):
         num_fallen += int((got.num_used > got.lengths).sum())
     assert max(lengths) >= 4, "no walk went deep: the test shows little"
     assert num_fallen > seeds / 5, "too few siblings fell: the test shows little"
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_siblings_that_fall():
+    """Fault H08: several in a row, each tested against what the ones before it left; then a draw from what all left."""
+    num_fallen = []
+    for seed in range(14):
+        batch = drafted.make(
+            seed, num_seqs=4, vocab=9 + seed % 3, max_rows=7, max_support=3 if seed % 2 else None, share_drawn=1.0,
+            agreement=-0.5,
+        )  # fmt: skip
+        laws = accept.request_laws([Law(), Law(temperature=2.0), Law(top_k=5), Law(min_p=0.02)])
+        batch = batch._replace(laws=laws, slots=torch.zeros_like(batch.slots))
+        got = batch.sampled(backend="triton")
+        assert_same(got, batch.sampled(backend="reference"))
+        num_fallen += (got.num_used - got.lengths).tolist()
+    assert sum(fallen >= 2 for fallen in num_fallen) > 10, "too few fell in a row: the test shows little"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -124,15 +124,15 @@ def test_what_is_no_tree_is_inert(backend, given):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_faults_by_name(backend):
-    """One of each: a parent below its child, a second root, a root with a parent, too many rows, boundaries that fall."""
-    parents = int32([-1, 0, 2, 1, 2, *(-1, 0, -1, 2), *(0, 0), *(-1, 0, 0, 0, 0, 0), -1])
+    """One of each: a parent that is its child, a second root, a root with a parent, too many rows, boundaries that fall."""
+    parents = int32([-1, 0, 2, 1, 1, *(-1, 0, -1, 2), *(0, 0), *(-1, 0, 0, 0, 0, 0), -1])
     faults = torch.zeros(5, dtype=torch.int32)
     got = tree.tables(parents, int32([0, 5, 9, 11, 17, 12]), max_rows=5, faults=faults, backend=backend)
     lost = [tree.FAULT_PARENT] * 3
     assert faults.tolist() == [*lost, tree.FAULT_SIZE, tree.FAULT_BOUNDS]
-    assert got.seq_of_row.tolist() == [0, 0, -1, 0, -1, 1, 1, -1, -1, -1, -1, 3, 3, 3, 3, 3, -1, -1]
-    assert got.parents.tolist() == [-1, 0, -1, 1, -1, -1, 0, -1, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1]
-    assert got.ancestors[:, 0].tolist() == [1, 3, 0, 11, 0, 1, 3, 0, 0, 0, 0, 1, 3, 5, 9, 17, 0, 0]
+    assert got.seq_of_row.tolist() == [0, 0, -1, 0, 0, 1, 1, -1, -1, -1, -1, 3, 3, 3, 3, 3, -1, -1]
+    assert got.parents.tolist() == [-1, 0, -1, 1, 1, -1, 0, -1, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1]
+    assert got.ancestors[:, 0].tolist() == [1, 3, 0, 11, 19, 1, 3, 0, 0, 0, 0, 1, 3, 5, 9, 17, 0, 0]
     assert got.cu_rows.tolist() == [0, 5, 9, 11, 17, 17]
 
 
