@@ -136,9 +136,10 @@ def _attend(
 ) -> None:
     _check(q, k, v, committed.keys, committed.values, scale)
     num_parts = shapes.CHUNKING.num_parts(committed.max_places)
+    num_queries, num_heads, head_dim = q.shape
     if scratch is None:
-        scratch = workspace(*q.shape, committed.max_places, q.device)
-    _check_scratch(scratch, (num_parts, *q.shape[:2]), q.shape[2])
+        scratch = workspace(num_queries, num_heads, head_dim, committed.max_places, q.device)
+    _check_scratch(scratch, (num_parts, num_queries, num_heads), head_dim)
     # exp(x) = exp2(x * log2(e))
     scale = scale * math.log2(math.e)
     _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)
