@@ -66,7 +66,10 @@ class WholeStep:
         wide = sum(s.parts) + 2 * s.num_value_heads
         attending = (s.num_query_heads + 2 * s.num_kv_heads) * s.head_dim
         self.embed = self._weights(s.vocab, s.hidden)
-        self.linear_in, self.linear_out = self._stack(s.num_linear, s.hidden, wide), self._stack(s.num_linear, s.parts[2], s.hidden)
+        self.linear_in, self.linear_out = (
+            self._stack(s.num_linear, s.hidden, wide),
+            self._stack(s.num_linear, s.parts[2], s.hidden),
+        )
         self.softmax_in = self._stack(s.num_softmax, s.hidden, attending)
         self.softmax_out = self._stack(s.num_softmax, s.num_query_heads * s.head_dim, s.hidden)
         self.taps = self._weights(s.num_linear, sum(s.parts), WIDTH)
@@ -181,7 +184,11 @@ class WholeStep:
         )  # fmt: skip
         *parts, lengths = self.history
         prior = Prior(
-            History(*(part[layer] for part in parts), lengths), self.records[layer].record, self.pending, self.fold, self.held
+            History(*(part[layer] for part in parts), lengths),
+            self.records[layer].record,
+            self.pending,
+            self.fold,
+            self.held,
         )
         out = self.out[layer]
         gdn.commit_verify(rows, self.states[layer], self.slots, self.tables, prior=prior, out=out, backend=self.delta)

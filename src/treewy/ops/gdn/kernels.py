@@ -120,26 +120,29 @@ def _step(
     _check(state, slots, rows, out, history, pending, path)
     some_k = next(part.k for part in (rows, history, pending) if part is not None)
     num_heads = some_k.shape[-2]
-    size = _sizes(state, num_heads, history, tree, rows, fold, exact, scale, beta)
-    num_blocks = triton.cdiv(state.shape[2], size.BV.value) * state.shape[1]
+    size = _sizes(state, num_heads, tree, rows, fold, exact, scale, beta)
+    programs = -(-state.shape[2] // size.BV.value) * state.shape[1]
     launch(
         gdn_step,
-        ((len(slots) + (tree is not None)) * num_blocks,),
+        ((len(slots) + (tree is not None)) * programs,),
         args.state_args(state),
         slots,
         rows,
-        None if tree is None else args.tree_args(tree),
+        None if tree is None else tree.cu_rows,
+        None if tree is None else tree.ancestors,
         None if out is None else args.Out(out.o, out.o.stride(0)),
         None if out is None else args.record_args(_record(out)),
-        (
-            None if history is None else args.history_args(history),
-            None if pending is None else args.record_args(pending),
-            None if path is None else args.path_args(path),
-        ),
+        None if history is None else args.history_args(history),
+        None if pending is None else args.record_args(pending),
+        None if path is None else path.rows,
+        None if path is None else path.lengths,
         prior.fold,
         len(slots),
         0 if tree is None else tree.num_rows,
         state.shape[0],
+        0 if tree is None else tree.ancestors.shape[1],
+        0 if path is None else path.rows.shape[1],
+        0 if history is None else history.num_rows,
         size,
         num_warps=_num_warps(size),
         num_stages=1,
@@ -152,14 +155,13 @@ def _record(out: Verified) -> Record:
 
 
 def _move_lengths(history: History, slots: Tensor, by: Tensor | None) -> None:
-    grid = (triton.cdiv(len(slots), 128),)
+    grid = (-(-len(slots) // 128),)
     launch(gdn_lengths, grid, history.lengths, slots, by, len(slots), history.lengths.shape[0], BLOCK=128)
 
 
 def _sizes(
     state: Tensor,
     num_heads: int,
-    history: History | None,
     tree: TreeTables | None,
     rows: args.Rows | None,
     fold: tl.constexpr,
@@ -180,8 +182,7 @@ def _sizes(
     block_keys = min(most, key_dim & -key_dim)
     block_values = min(64, triton.next_power_of_2(value_dim))
     precision = "ieee" if interpreted() else "bf16x6" if exact else "tf32"
-    history_rows = 0 if history is None else history.num_rows
-    sizes = (num_heads, value_heads, key_dim, value_dim, history_rows, block_rows, block_keys, block_values)
+    sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values)
     return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, precision, scale, beta)))
 
 

@@ -3,13 +3,13 @@
 A group that is None is one that a launch does not have. Axes whose stride is not listed are contiguous.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from treewy.errors import ShapeError, UnsupportedError
 from treewy.ops.gdn.records import History, Projections, Record
-from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Tensor
 
 Stride = int
@@ -23,7 +23,6 @@ class Sizes(NamedTuple):
         HV: Value heads.
         K: Key dim.
         V: Value dim.
-        C: Rows of a history; 0 for none.
         BT: Rows of a tree, padded to a power of two from 16 on.
         BK: Part of K that is taken at a time, a power of two that divides it.
         BV: Part of V that one program works on.
@@ -38,7 +37,6 @@ class Sizes(NamedTuple):
     HV: Any
     K: Any
     V: Any
-    C: Any
     BT: Any
     BK: Any
     BV: Any
@@ -81,14 +79,6 @@ class State(NamedTuple):
     k: Stride
 
 
-class Trees(NamedTuple):
-    """Row boundaries and ancestor bits."""
-
-    cu_rows: Tensor
-    ancestors: Tensor
-    words: Stride
-
-
 class Out(NamedTuple):
     """Outputs of the rows."""
 
@@ -123,14 +113,6 @@ class Past(NamedTuple):
     low_slot: Stride
 
 
-class Path(NamedTuple):
-    """Accepted rows of the record."""
-
-    rows: Tensor
-    lengths: Tensor
-    width: Stride
-
-
 def rows_args(x: Projections) -> Rows:
     """Return raw rows as the kernel takes them."""
     names = ("q", "k", "v", "a", "b")
@@ -147,11 +129,6 @@ def state_args(state: Tensor) -> State:
     return State(state, *state.stride())
 
 
-def tree_args(tree: TreeTables) -> Trees:
-    """Return trees as the kernel takes them."""
-    return Trees(tree.cu_rows, tree.ancestors, tree.ancestors.shape[1])
-
-
 def record_args(record: Record) -> Kept:
     """Return a record as the kernel takes it."""
     return Kept(*record, *(part.stride(0) for part in record))
@@ -162,12 +139,7 @@ def history_args(history: History) -> Past:
     return Past(*history, *(part.stride(0) for part in history[:4]))
 
 
-def path_args(path: PathTables) -> Path:
-    """Return a path as the kernel takes it."""
-    return Path(path.rows, path.lengths, path.rows.shape[1])
-
-
-def check_layout(named: dict[str, Tensor | None], leading: int) -> None:
+def check_layout(named: Mapping[str, Tensor | None], leading: int) -> None:
     """Check that all axes behind the first `leading` are contiguous.
 
     Raises:
@@ -184,7 +156,7 @@ def check_layout(named: dict[str, Tensor | None], leading: int) -> None:
             )
 
 
-def check_dtypes(named: dict[str, Tensor | None]) -> None:
+def check_dtypes(named: Mapping[str, Tensor | None]) -> None:
     """Check that kernels have the dtypes.
 
     Raises:

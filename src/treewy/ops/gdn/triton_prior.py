@@ -1,8 +1,11 @@
 """Device functions over the prior rows of one sequence: its history, then the path that the last step accepted.
 
 `at` is where a program works: (sequence, slot, key head, value head). `count` is (rows of the history, rows of the path).
-`past` is (history, record, path), of which any may be None.
+`past` is (history, record, path): history and record may be None, and there is a path where there is a record. `path` is
+(rows, lengths, places of a sequence in rows).
 """
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
 
 from typing import no_type_check
 
@@ -29,9 +32,9 @@ def newest_decays(past, at, count, size):
         o_past, some = (num_kept - 1) * size.HV + i_hv, num_kept > 0
         past_high = tl.load(history.high + i_slot * history.high_slot + o_past, mask=some, other=0.0).to(tl.float32)
         past_low = tl.load(history.low + i_slot * history.low_slot + o_past, mask=some, other=0.0).to(tl.float32)
-    if path is not None:
+    if record is not None:
         some = num_accepted > 0
-        row = tl.load(path.rows + i_b * path.width + num_accepted - 1, mask=some, other=0).to(tl.int64)
+        row = tl.load(path[0] + i_b * path[2] + num_accepted - 1, mask=some, other=0).to(tl.int64)
         path_high = tl.load(record.high + row * record.high_row + i_hv, mask=some, other=0.0).to(tl.float32)
         path_low = tl.load(record.low + row * record.low_row + i_hv, mask=some, other=0.0).to(tl.float32)
     return past_high, past_low, path_high, path_low
@@ -39,15 +42,16 @@ def newest_decays(past, at, count, size):
 
 @triton.jit
 @no_type_check
-def tile_of(first, path, at, count):
+def tile_of(first, past, at, count):
     """Return of a tile of prior rows: place, whether it is in the history, row of the record, whether it is in the path."""
     num_kept, num_accepted = count
     o_j = first + tl.arange(0, BH)
     m_past = o_j < num_kept
     m_path = (o_j >= num_kept) & (o_j < num_kept + num_accepted)
     rows = tl.zeros([BH], dtype=tl.int64)
-    if path is not None:
-        rows = tl.load(path.rows + at[0] * path.width + o_j - num_kept, mask=m_path, other=0).to(tl.int64)
+    if past[1] is not None:
+        path = past[2]
+        rows = tl.load(path[0] + at[0] * path[2] + o_j - num_kept, mask=m_path, other=0).to(tl.int64)
     return o_j, m_past, rows, m_path
 
 
@@ -55,7 +59,7 @@ def tile_of(first, path, at, count):
 @no_type_check
 def weights(past, tile, newest, at, size):
     """Return exp(G_newest - G_i) of a tile of prior rows; 0 where there is none."""
-    history, record, path = past
+    history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
     past_high, past_low, path_high, path_low = newest
     i_slot, i_hv = at[1], at[3]
@@ -65,7 +69,7 @@ def weights(past, tile, newest, at, size):
         high = tl.load(history.high + i_slot * history.high_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
         low = tl.load(history.low + i_slot * history.low_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
         difference = (past_high - high) + (past_low - low) + (path_high + path_low)
-    if path is not None:
+    if record is not None:
         high = tl.load(record.high + rows * record.high_row + i_hv, mask=m_path, other=0.0).to(tl.float32)
         low = tl.load(record.low + rows * record.low_row + i_hv, mask=m_path, other=0.0).to(tl.float32)
         difference = tl.where(m_path, (path_high - high) + (path_low - low), difference)
@@ -76,7 +80,7 @@ def weights(past, tile, newest, at, size):
 @no_type_check
 def pseudo_values(past, tile, at, o_v, size):
     """Return u [BH, BV] of a tile of prior rows in float32, zero where there is none."""
-    history, record, path = past
+    history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
     i_slot, i_hv = at[1], at[3]
     b_u = tl.zeros([BH, size.BV], dtype=tl.float32)
@@ -84,7 +88,7 @@ def pseudo_values(past, tile, at, o_v, size):
     if history is not None:
         p_u = history.u + i_slot * history.u_slot + (o_j * size.HV + i_hv)[:, None] * size.V + o_v[None, :]
         b_u += tl.load(p_u, mask=m_past[:, None] & m_v, other=0.0).to(tl.float32)
-    if path is not None:
+    if record is not None:
         p_u = record.u + rows[:, None] * record.u_row + i_hv * size.V + o_v[None, :]
         b_u += tl.load(p_u, mask=m_path[:, None] & m_v, other=0.0).to(tl.float32)
     return b_u
@@ -94,14 +98,14 @@ def pseudo_values(past, tile, at, o_v, size):
 @no_type_check
 def keys(past, tile, at, i_k, size):
     """Return the block [BH, BK] of k of a tile of prior rows, zero where there is none."""
-    history, record, path = past
+    history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
     i_slot, i_h = at[1], at[2]
     o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
     if history is not None:
         p_k = history.k + i_slot * history.k_slot + (o_j * size.H + i_h)[:, None] * size.K + o_k
         b_k = tl.load(p_k, mask=m_past[:, None], other=0.0)
-        if path is not None:
+        if record is not None:
             p_k = record.k + rows[:, None] * record.k_row + i_h * size.K + o_k
             b_k = tl.where(m_path[:, None], tl.load(p_k, mask=m_path[:, None], other=0.0), b_k)
     else:
@@ -118,13 +122,13 @@ def append(past, newest, at, count, o_v, leads, size):
     Each program brings its own part of u. `leads` says whether it also brings the keys of its key head, and the decays of
     its value head.
     """
-    history, record, path = past
+    history, record = past[0], past[1]
     i_slot, i_h, i_hv = at[1], at[2], at[3]
     num_kept, num_accepted = count
     m_v = (o_v < size.V)[None, :]
     first = num_kept
     while first < num_kept + num_accepted:
-        o_j, _, rows, m_path = tile_of(first, path, at, count)
+        o_j, _, rows, m_path = tile_of(first, past, at, count)
         m_u, o_u = m_path[:, None] & m_v, i_hv * size.V + o_v[None, :]
         b_u = tl.load(record.u + rows[:, None] * record.u_row + o_u, mask=m_u, other=0.0)
         p_u = history.u + i_slot * history.u_slot + o_j[:, None] * (size.HV * size.V) + o_u

@@ -1,4 +1,6 @@
 """Device functions over the rows of one tree: gates, path sums of log decays, ancestor masks, and the solve."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
 
 from typing import no_type_check
 
@@ -43,13 +45,13 @@ def gates(x, first, m_row, i_hv, size):
 
 @triton.jit
 @no_type_check
-def ancestor_mask(tree, first, m_row, BT: tl.constexpr):
+def ancestor_mask(p_ancestors, num_words, first, m_row, BT: tl.constexpr):
     """Return [t, i]: i is t or an ancestor of t."""
     o_i = tl.arange(0, BT)
-    p_words = tree.ancestors + first * tree.words + o_i * tree.words
+    p_words = p_ancestors + first * num_words + o_i * num_words
     bits = tl.zeros([BT, BT], dtype=tl.int32)
     for word in tl.static_range((BT + 31) // 32):
-        b_word = tl.load(p_words + word, mask=m_row & (word < tree.words), other=0)
+        b_word = tl.load(p_words + word, mask=m_row & (word < num_words), other=0)
         of_word = (b_word[:, None] >> (o_i % 32)[None, :]) & 1
         bits = tl.where((o_i // 32 == word)[None, :], of_word, bits)
     return bits != 0

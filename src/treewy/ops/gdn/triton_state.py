@@ -1,4 +1,7 @@
 """Device functions that read the state and fold prior rows into it. See `triton_prior` for `past`, `at` and `count`."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102
 
 from typing import no_type_check
 
@@ -52,7 +55,7 @@ def folded(b_s, past, newest, at, count, o_v, i_k, size):
     wide = tl.exp((newest[0] + newest[2]) + (newest[1] + newest[3])) * b_s.to(tl.float32)
     first = 0
     while first < num_prior:
-        tile = prior.tile_of(first, past[2], at, count)
+        tile = prior.tile_of(first, past, at, count)
         b_w = prior.weights(past, tile, newest, at, size)
         b_u = prior.pseudo_values(past, tile, at, o_v, size) * b_w[:, None]
         wide += product(tl.trans(b_u), prior.keys(past, tile, at, i_k, size), size)
@@ -155,7 +158,7 @@ def read_prior(x, past, newest, at, count, o_v, first, m_row, size):
     read_queries = tl.zeros([size.BV, size.BT], dtype=tl.float32)
     done = 0
     while done < count[0] + count[1]:
-        tile = prior.tile_of(done, past[2], at, count)
+        tile = prior.tile_of(done, past, at, count)
         b_w = prior.weights(past, tile, newest, at, size)
         b_u = tl.trans(prior.pseudo_values(past, tile, at, o_v, size))
         of_keys = tl.zeros([prior.BH, size.BT], dtype=tl.float32)

@@ -1,4 +1,7 @@
 """The kernel of the gated delta rule: prior rows folded, read or appended, then one tree solved, per value head."""
+# pyright: reportGeneralTypeIssues=false
+# Nested ifs ask what is known when the kernel compiles before what is not.
+# ruff: noqa: SIM102
 
 from typing import no_type_check
 
@@ -14,28 +17,53 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
-@triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_slots"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_rows", "num_slots", "num_words", "path_width", "capacity"],
+    do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold"],
+)
 @no_type_check
-def gdn_step(state, slots, x, tree, out, record, past, fold, num_seqs, num_rows, num_slots, size):
+def gdn_step(
+    state,
+    slots,
+    x,
+    cu_rows,
+    ancestors,
+    out,
+    record,
+    history,
+    pending,
+    path_rows,
+    path_lengths,
+    fold,
+    num_seqs,
+    num_rows,
+    num_slots,
+    num_words,
+    path_width,
+    capacity,
+    size,
+):
     """Do the step of one sequence, one value head and BV of its value channels; the last programs zero inert rows.
 
-    Without `tree` the step is that of the prior rows alone. `past` is (history, record, path).
+    Without `x` the step is that of the prior rows alone. There are path tables where there is a `pending` record.
     """
     pid = tl.program_id(0)
-    i_v, i_hv, i_b = pid % tl.cdiv(size.V, size.BV), pid // tl.cdiv(size.V, size.BV), 0
-    i_b = i_hv // size.HV
-    i_hv = i_hv % size.HV
-    o_v = i_v * size.BV + tl.arange(0, size.BV)
+    i_v, i_hv = pid % tl.cdiv(size.V, size.BV), pid // tl.cdiv(size.V, size.BV) % size.HV
+    i_b = pid // tl.cdiv(size.V, size.BV) // size.HV
+    o_v = tl.arange(0, size.BV) + i_v * size.BV
     i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
     live = (i_slot >= 0) & (i_slot < num_slots)
-    if tree is None:
+    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
+    past = history, pending, (path_rows, path_lengths, path_width)
+    if x is None:
         if live:
-            commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size)
+            commit_prior(state, past, fold, capacity, at, i_v, o_v, size)
     else:
-        first = tl.load(tree.cu_rows + i_b).to(tl.int32)
-        end = tl.load(tree.cu_rows + i_b + 1, mask=i_b < num_seqs, other=0).to(tl.int32)
+        first = tl.load(cu_rows + i_b).to(tl.int32)
+        end = tl.load(cu_rows + i_b + 1, mask=i_b < num_seqs, other=0).to(tl.int32)
         if live:
-            verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size)
+            tree = ancestors, num_words, first, end
+            verify_tree(state, x, tree, out, record, past, fold, capacity, at, i_v, o_v, size)
         else:
             zero_rows(out, first, tl.where(i_b < num_seqs, end, num_rows), i_hv, o_v, size)
 
@@ -59,8 +87,8 @@ def counts(past, at):
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if past[0] is not None:
         num_kept = tl.load(past[0].lengths + at[1]).to(tl.int32)
-    if past[2] is not None:
-        num_accepted = tl.load(past[2].lengths + at[0]).to(tl.int32)
+    if past[1] is not None:
+        num_accepted = tl.load(past[2][1] + at[0]).to(tl.int32)
     return num_kept, num_accepted
 
 
@@ -78,23 +106,22 @@ def whether_folds(fold, count, i_b, size):
 
 @triton.jit
 @no_type_check
-def append_path(past, newest, at, count, folds, i_v, o_v, size):
+def append_path(past, newest, capacity, at, count, folds, i_v, o_v, size):
     """Append the path to the history of a sequence that does not fold, if there is room."""
-    if past[0] is not None and past[2] is not None and size.fold != ALWAYS:
-        if (count[1] > 0) & (count[0] + count[1] <= size.C) & (folds == 0):
+    if past[0] is not None and past[1] is not None and size.fold != ALWAYS:
+        if (count[1] > 0) & (count[0] + count[1] <= capacity) & (folds == 0):
             leads = (i_v == 0) & (at[3] % (size.HV // size.H) == 0), i_v == 0
             prior.append(past, newest, at, count, o_v, leads, size)
 
 
 @triton.jit
 @no_type_check
-def commit_prior(state, past, fold, i_b, i_slot, i_hv, i_v, o_v, size):
+def commit_prior(state, past, fold, capacity, at, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
-    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
     count = counts(past, at)
-    folds = whether_folds(fold, count, i_b, size)
+    folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
-    append_path(past, newest, at, count, folds, i_v, o_v, size)
+    append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
     if size.fold != NEVER:
         if folds:
             reading.fold_all(state, past, newest, at, count, o_v, size)
@@ -125,24 +152,24 @@ def grams(x, i_h, first, m_row, size):
 
 @triton.jit
 @no_type_check
-def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v, o_v, first, end, size):
+def verify_tree(state, x, tree, out, record, past, fold, capacity, at, i_v, o_v, size):
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
-    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
+    ancestors, num_words, first, end = tree
     # Before anything else, so that the state is on its way while the rows are solved among themselves.
     blocks = None
     if size.K <= 2 * size.BK:
         blocks = reading.load_state(state, at, o_v, size)
     count = counts(past, at)
-    folds = whether_folds(fold, count, i_b, size)
+    folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
-    append_path(past, newest, at, count, folds, i_v, o_v, size)
+    append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
 
     o_t = tl.arange(0, size.BT)
     m_t = o_t < end - first
     first = first.to(tl.int64)
     keys_keys, queries_keys, key_norms, query_norms = grams(x, at[2], first, m_t, size)
-    b_g, b_beta = solving.gates(x, first, m_t, i_hv, size)
-    m_ancestors = solving.ancestor_mask(tree, first, m_t, size.BT)
+    b_g, b_beta = solving.gates(x, first, m_t, at[3], size)
+    m_ancestors = solving.ancestor_mask(ancestors, num_words, first, m_t, size.BT)
     m_strict = m_ancestors & (o_t[:, None] != o_t[None, :])
     coarse, fine = solving.path_sums(b_g, m_ancestors)
     ratios = solving.decay_ratios(coarse, fine, m_ancestors) * key_norms[None, :]
@@ -164,7 +191,7 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     carried = tl.exp(coarse + fine)
     m_o = (o_v < size.V)[:, None] & m_t[None, :]
     b_v = tl.load(
-        x.v + i_hv * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0
+        x.v + at[3] * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0
     ).to(tl.float32)
     residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
     # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
@@ -178,9 +205,9 @@ def verify_tree(state, x, tree, out, record, past, fold, i_b, i_slot, i_hv, i_v,
     b_o = (carried * query_norms)[None, :] * read_queries
     b_o += solving.lower_product(b_u, scores, size)
     nan = float("nan")
-    p_o = out.p + first * out.row + (o_t[None, :] * out.row + o_v[:, None] + i_hv * size.V)
+    p_o = out.p + first * out.row + (o_t[None, :] * out.row + o_v[:, None] + at[3] * size.V)
     tl.store(p_o, tl.where(tainted[None, :], nan, b_o).to(out.p.dtype.element_ty), mask=m_o)
-    p_u = record.u + first * record.u_row + (o_t[None, :] * record.u_row + o_v[:, None] + i_hv * size.V)
+    p_u = record.u + first * record.u_row + (o_t[None, :] * record.u_row + o_v[:, None] + at[3] * size.V)
     b_u = tl.where(tainted[None, :], nan, b_u * key_norms[None, :])
     tl.store(p_u, b_u.to(record.u.dtype.element_ty), mask=m_o)
     record_row(x, record, at, i_v, coarse, fine, first, m_t, size)
