@@ -8,7 +8,7 @@ import torch
 
 # The modules with kernels. Each offers `warm(facts)`, which launches once, on inert operands, every variant of its
 # kernels that a step of these facts can launch.
-ROOMS = ("treewy.ops.conv.kernels", "treewy.ops.gdn.ledger_kernels")
+ROOMS = ("treewy.ops.conv.kernels", "treewy.ops.gdn.kernels", "treewy.ops.gdn.ledger_kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class Facts:
         conv_row_stride: Elements between rows of the convolution's inputs, which may be a view of a wider projection;
             default: its channels.
         index_dtype: Of slots and of lengths of histories.
+        gate_dtype: Of the gates' projections; default: `dtype`.
+        beta_scale: What the sigmoid of beta is multiplied by.
+        exact: Whether the delta rule keeps float32's accuracy.
+        max_rows: Rows of the largest tree that any bucket takes.
     """
 
     device: torch.device | str
@@ -41,6 +45,10 @@ class Facts:
     conv_bias: bool = False
     conv_row_stride: int | None = None
     index_dtype: torch.dtype = torch.int64
+    gate_dtype: torch.dtype | None = None
+    beta_scale: float = 1.0
+    exact: bool = False
+    max_rows: int = 64
 
     @property
     def conv_channels(self) -> int:

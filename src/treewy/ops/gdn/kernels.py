@@ -13,7 +13,8 @@ from treewy.ops.gdn.records import History, Prior, Projections, Record, Snapshot
 from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
 from treewy.ops.gdn.triton_step import gdn_lengths, gdn_step
 from treewy.ops.launch import interpreted, launch, refuse_interpreted_bfloat16
-from treewy.ops.slots import check_slots
+from treewy.ops.slots import INERT, check_slots
+from treewy.ops.warmup import Facts
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
 
@@ -97,6 +98,44 @@ def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: Pack
     )
 
 
+def warm(facts: Facts) -> None:
+    """Compile the serving entry for trees of up to `facts.max_rows` rows, on sequences without a slot.
+
+    With no prior rows, with a path, with a path and a history; fresh layouts and the record that `commit_verify` makes.
+    Dims that the kernels do not have are nothing to compile.
+    """
+    if not _has_dims(facts.key_dim, facts.value_dim):
+        return
+
+    def blank(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(*shape, dtype=of, device=facts.device)
+
+    heads, value_heads = facts.num_heads, facts.num_value_heads
+    u = torch.bfloat16 if facts.state_dtype == torch.bfloat16 and not facts.exact else torch.float32
+    keys, values = (heads, facts.key_dim), (value_heads, facts.value_dim)
+    q, k, v = (blank(1, *shape, of=facts.dtype) for shape in (keys, keys, values))
+    a, b = blank(2, 1, value_heads, of=facts.gate_dtype or facts.dtype)
+    x = Projections(q, k, v, a, b, blank(value_heads), blank(value_heads), facts.beta_scale)
+    state = blank(1, *values, facts.key_dim, of=facts.state_dtype)
+    records = [Record(blank(1, *values, of=u), torch.empty_like(k), *blank(2, 1, value_heads)) for _ in range(2)]
+    lengths = blank(1, of=facts.index_dtype)
+    rows = 1, 16  # a multiple of 16, so that all strides are divisible
+    history = History(
+        blank(*rows, *values, of=u), blank(*rows, *keys, of=facts.dtype), *blank(2, *rows, value_heads), lengths
+    )
+    table = blank(2, 1, of=torch.int32)
+    path = PathTables(table[:1], table[0])
+    slots = torch.full((1,), INERT, dtype=facts.index_dtype, device=facts.device)
+    bare = Prior(None, None, None, table[0])
+    priors = (None, bare._replace(record=records[1], path=path))
+    priors += tuple(Prior(history, records[1], path, table[0], held) for held in (None, table[0]))
+    for max_rows in (16, 32, 64, 128):
+        if max_rows == 16 or max_rows < 2 * facts.max_rows:
+            tree = TreeTables(table[0], blank(2, of=torch.int32), table[0], table[0], table[:1], max_rows)
+            for prior in priors:
+                commit_verify(x, state, slots, tree, prior, Verified(torch.empty_like(v), records[0]), facts.exact)
+
+
 def _step(
     state: Tensor,
     slots: Tensor,
@@ -137,6 +176,7 @@ def _step(
         None if path is None else path.rows,
         None if path is None else path.lengths,
         prior.fold,
+        prior.held,
         len(slots),
         0 if tree is None else tree.num_rows,
         state.shape[0],
@@ -171,7 +211,7 @@ def _sizes(
 ) -> args.Sizes:
     value_heads, value_dim, key_dim = state.shape[1:]
     largest = 0 if tree is None else tree.max_rows
-    if largest > MAX_ROWS or not 16 <= key_dim <= MAX_DIM or not 16 <= value_dim <= MAX_DIM or key_dim % 16:
+    if largest > MAX_ROWS or not _has_dims(key_dim, value_dim):
         raise ShapeError(
             f"Kernels must have trees of at most {MAX_ROWS} rows, K and V of 16 to {MAX_DIM}, and K a multiple of 16; got "
             f"max_rows={largest}, K={key_dim}, V={value_dim}. Use backend='eager'."
@@ -184,6 +224,10 @@ def _sizes(
     precision = "ieee" if interpreted() else "bf16x6" if exact else "tf32"
     sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values)
     return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, precision, scale, beta)))
+
+
+def _has_dims(key_dim: int, value_dim: int) -> bool:
+    return 16 <= key_dim <= MAX_DIM and 16 <= value_dim <= MAX_DIM and key_dim % 16 == 0
 
 
 def _num_warps(size: args.Sizes) -> int:
