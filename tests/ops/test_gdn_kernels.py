@@ -8,7 +8,7 @@ from ops.checks import assert_close, relative, walked
 from ops.problems import make
 from ops.rings import empty_history
 from ops.serving import HARD, Spec, Stream, cast, paths_of, projections
-from tolerances import EXACT, KERNEL_FLOAT32, KERNEL_HARD_FLOAT32, KERNEL_TWIN
+from tolerances import EXACT, FLOAT32_FLOOR, KERNEL_FLOAT32, KERNEL_HARD_FLOAT32, KERNEL_TWIN
 from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops import gdn
 from treewy.ops.launch import LAUNCHES
@@ -91,7 +91,7 @@ def twins(spec, history, dtype=torch.float32, **options):
 @pytest.mark.parametrize("history", [8, 0])
 def test_what_is_kept_is_what_eager_keeps(history):
     """States, records, histories in value; what neither owns in bits."""
-    eager, triton = twins(SMALL._replace(strong_gate=-20.0), history)
+    eager, triton = twins(SMALL._replace(strong_gate=-200.0), history)
     for seed, (paths, fold) in enumerate(STEPS):
         results = []
         for stream in (eager, triton):
@@ -103,6 +103,14 @@ def test_what_is_kept_is_what_eager_keeps(history):
             assert one.dtype == other.dtype
             assert torch.equal(one.isnan(), other.isnan())
             assert_close(other.nan_to_num(), one.nan_to_num().double().numpy(), KERNEL_TWIN)
+    if history:
+        # The second float holds what the gates behind a strong one add to the first: counted from there, nothing is lost.
+        kept = [
+            given.history.decay_high[3, 1:4].double() + given.history.decay_low[3, 1:4] for given in (eager, triton)
+        ]
+        assert (kept[0] < -190).all()
+        behind = [total[1:] - total[0] for total in kept]
+        assert (behind[0] - behind[1]).abs().max() < FLOAT32_FLOOR
 
 
 def raw(tensors):
@@ -253,6 +261,32 @@ class TestNotFinite:
         assert_close(total[[2, 4]], torch.stack([g[0] + g[2], g[0] + g[2] + g[4]]).numpy(), KERNEL_TWIN)
         assert (total[1] < -1000).all()
 
+    def test_a_gate_far_below_any_float(self):
+        """Its descendants decay among themselves as if it were not there."""
+        tree = DraftTree.chain(3)
+        x, state = problem([tree])
+        x.a[1] = 1e7
+        x.a[2:] = 0.3
+        verified = step_on(state, [0], [tree], x)
+        want = gdn.commit_verify(x, state, torch.tensor([0]), pack([tree]).tables)
+        assert_close(verified.o, want.o.double().numpy(), KERNEL_TWIN)
+
+    def test_gates_near_one_keep_their_digits(self):
+        """log(1 + x) of a small x in float32 has none of them."""
+        tree = DraftTree.chain(1)
+        x, state = problem([tree])
+        x.a.fill_(-15.0)
+        x.a_log.fill_(5.0)
+        verified = step_on(state, [0], [tree], x)
+        g, _ = gdn.finish_gates(x.a.double(), x.b.double(), x.a_log.double(), x.dt_bias.double())
+        assert (verified.record.decay_high - g.cumsum(0)).abs().max() < FLOAT32_FLOOR
+
+    def test_large_keys_do_not_overflow_the_solve(self):
+        """Finished keys may have any length: what is not solved yet must not be multiplied."""
+        given = make([DraftTree.chain(15)], beta=(1.0, 1.0), gate_one=True)
+        given = given._replace(k=given.k * 7).to(torch.float32)
+        assert given.verify(backend="triton").o.isfinite().all()
+
 
 def committed():
     """Return (state, record, slots, path) of a float32 problem whose paths differ in length."""
@@ -341,6 +375,20 @@ class TestEdges:
         prior = gdn.Prior(history, old, paths_of([0], [[0, 1, 2]], 3), torch.zeros(1, dtype=torch.int32))
         assert step_on(state, [1], [SCATTERED], x, prior).o.isfinite().all()
         assert all(map(torch.equal, before, raw(history)))
+
+    @pytest.mark.parametrize("fold", [0, 1])
+    def test_lengths_gathered_before(self, fold):
+        """`held` stands for the lengths, which are then not read."""
+        results = []
+        for held in (None, torch.tensor([2], dtype=torch.int32)):
+            x, state = problem([SCATTERED])
+            history = empty_history(state, 1, 4)
+            history.lengths[1] = 2 if held is None else 4
+            for part in history[:4]:
+                part[1, :2] = -0.25
+            prior = gdn.Prior(history, None, None, torch.tensor([fold], dtype=torch.int32), held)
+            results.append(raw([step_on(state, [1], [SCATTERED], x, prior).o, state]))
+        assert all(map(torch.equal, *results))
 
     def test_nothing_prior_keeps_the_state(self):
         """Fold flags over empty histories and empty paths change no bit of the state."""
