@@ -60,7 +60,7 @@ def test_deep_wide_and_root_alone(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_without_rows(backend):
-    """Its neighbours are as they are without it."""
+    """Fault K10: its neighbours are as they are without it."""
     want = tree.tables(int32([-1, 0, -1, 0, 0]), int32([0, 2, 5]), max_rows=3, backend="reference")
     got = tree.tables(int32([-1, 0, -1, 0, 0]), int32([0, 0, 2, 2, 5, 5]), max_rows=3, backend=backend)
     assert got.seq_of_row.tolist() == [1, 1, 3, 3, 3]
@@ -70,6 +70,7 @@ def test_a_sequence_without_rows(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_rows", "max_rows"), [(0, 0), (3, 0), (0, 4), (300, 4)])
 def test_a_batch_of_none(backend, num_rows, max_rows):
+    """Fault K10: no rows, no room or no sequence."""
     parents = torch.full((num_rows,), 1, dtype=torch.int32)
     got = tree.tables(parents, int32([0]), max_rows=max_rows, backend=backend)
     assert_equal(got, tree.empty(0, num_rows, max_rows))
