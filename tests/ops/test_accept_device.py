@@ -496,7 +496,7 @@ def test_an_unknown_backend_is_refused():
         lambda: tree.tables(tables.parents, tables.cu_rows, max_rows=9, backend="cuda"),
         lambda: tree.paths(tables, int32([0, 0]), backend="cuda"),
     ):
-        with pytest.raises(BackendError, match="asked for 'cuda'"):
+        with pytest.raises(BackendError, match="has no cuda kernel"):
             call()
 
 
