@@ -110,9 +110,9 @@ def test_gates_are_summed_over_blocks_of_rows():
         assert_close(got[start:end], want[start:end].double().cpu().numpy(), KERNEL_FLOAT32)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, where sigmoid's limit is 0
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter, of what a GPU computes as well
 def test_gates_and_norms_of_projections():
-    """Faults F05, F07, F08, F09 and F10: softplus of a large gate, a sigmoid that is not rounded, an epsilon in the sum of squares."""
+    """Faults F05, F07, F08, F09 and F10: softplus of a large gate, a sigmoid not rounded, an epsilon in the sum of squares."""
     (a, got), (_, want) = gates_and_norms("triton"), gates_and_norms("eager")
     decays = (got.decay_high + got.decay_low)[:, 0]
     assert decays[a == 100].tolist() == pytest.approx([-0.6737947] * 4, rel=1e-6)
