@@ -41,9 +41,9 @@ def compile_steps(steps: Sequence[Step]) -> list[int]:
 def shared_of(step: Step) -> int:
     """Run one step up to its launch and compile what it launches."""
     import torch
+
     from ops.attention_compile import shared_memory
     from ops.serving import Spec, Stream, cast, projections
-
     from treewy.ops import gdn
     from treewy.ops.gdn import kernels
     from treewy.packed import pack

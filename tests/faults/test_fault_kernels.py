@@ -39,6 +39,25 @@ def step(spec, trees, state, slots, backend, *, dtype=torch.float32, tables=None
     return verified.o
 
 
+def gates_and_norms(backend):
+    """Return `a` and the record of a row per pair of projected gates, on zero states; keys are small, the first one is 0."""
+    a, b = torch.cartesian_prod(
+        torch.tensor([-200.0, -0.5, 0.5, 100.0, 200.0]), torch.tensor([-200.0, -0.5, 0.5, 200.0])
+    ).T
+    spec, trees = Spec(heads=1, group=3), [ROOT_ALONE] * len(a)
+    x = cast(projections(spec, trees, seed=0), torch.float16)
+    x.k.mul_(1e-3)[0] = 0.0
+    wide = {"a_log": torch.full((3,), -5.0), "dt_bias": torch.zeros(3)}
+    x = x._replace(a=a[:, None].expand(-1, 3).half(), b=b[:, None].expand(-1, 3).half(), **wide)
+    out = Stream(spec, 1, dtype=torch.float16, u=torch.float32).buffers(len(a))
+    slots = torch.arange(len(a), dtype=torch.int32)
+    before = LAUNCHES["gdn_step"]
+    args = x, torch.zeros(len(a), 3, 16, 16), slots, pack(trees).tables
+    gdn.commit_verify(*args, out=out, backend=backend)
+    assert LAUNCHES["gdn_step"] - before == (backend == "triton")
+    return a, out.record
+
+
 def states(num_slots, *shape, dtype=torch.float32):
     drawn = torch.randn(num_slots, *shape, generator=torch.Generator().manual_seed(0))
     return drawn.to(DEVICE, dtype)
@@ -89,6 +108,18 @@ def test_gates_are_summed_over_blocks_of_rows():
     got, want = (step(spec, trees, state, range(4), backend) for backend in ("triton", "eager"))
     for start, end in pairwise((0, 15, 31, 48, 81)):
         assert_close(got[start:end], want[start:end].double().cpu().numpy(), KERNEL_FLOAT32)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter, of what a GPU computes as well
+def test_gates_and_norms_of_projections():
+    """Faults F05, F07, F08, F09 and F10: softplus of a large gate, a sigmoid not rounded, an epsilon in the sum of squares."""
+    (a, got), (_, want) = gates_and_norms("triton"), gates_and_norms("eager")
+    decays = (got.decay_high + got.decay_low)[:, 0]
+    assert decays[a == 100].tolist() == pytest.approx([-0.6737947] * 4, rel=1e-6)
+    assert_close(decays, (want.decay_high + want.decay_low)[:, 0].double().numpy(), KERNEL_TWIN)
+    assert got.u.isfinite().all()
+    for one, other in zip(got.u, want.u, strict=True):  # each row by its own scale
+        assert_close(one, other.double().numpy(), KERNEL_TWIN)
 
 
 def test_shared_memory_of_wide_heads():
