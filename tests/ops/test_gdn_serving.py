@@ -1,13 +1,20 @@
 """The serving entry's definition: over many steps it is the walk, and the finished ops one after the other."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.checks import assert_close
 from ops.problems import trees
-from ops.serving import HARD, Spec, Stream
+from ops.rings import empty_history
+from ops.serving import HARD, Spec, Stream, cast, paths_of, projections
 from tolerances import EXACT
+from treewy.errors import CapacityError, ShapeError
+from treewy.ops import gdn
+from treewy.ops.gdn.composed import inverse_norms
+from treewy.packed import pack, pack_paths
+from treewy.tree import DraftTree
 
 both_backends = pytest.mark.parametrize("backend", ["eager", "reference"])
 
@@ -39,3 +46,158 @@ def test_random_steps(backend, data):
         verified, want = stream.step(slots, drafts, paths=paths, fold=fold, seed=seed)
         assert_close(verified.o, want, EXACT)
         last = slots, drafts
+
+
+SCATTERED, CHAIN = DraftTree([-1, 0, 0, 0, 3]), DraftTree.chain(2)
+SMALL = Spec(heads=1, group=2, key_dim=4, value_dim=3)
+
+
+def operands(drafts=(SCATTERED, CHAIN), num_slots=4, seed=0, dtype=torch.float64):
+    """Return (projections, state, tree) of a step."""
+    x = cast(projections(SMALL, drafts, seed=seed), dtype)
+    shape = (num_slots, SMALL.value_heads, SMALL.value_dim, SMALL.key_dim)
+    state = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, state.to(dtype), pack(list(drafts))
+
+
+def finished(x):
+    """Return the finished operands."""
+    return gdn.scale_queries(x.q), gdn.l2_normalise(x.k), x.v, *gdn.finish_gates(*x[3:7], beta_scale=x.beta_scale)
+
+
+def raw(tensors):
+    return [part.contiguous().view(torch.uint8).clone() for part in tensors]
+
+
+@both_backends
+@pytest.mark.parametrize("fold", [0, 1])
+def test_it_is_the_finished_ops_one_after_the_other(backend, fold):
+    """Two steps against verify, append and fold, or commit; keys stay as they came, and u takes their norms."""
+    slots, paths = torch.tensor([3, 1]), [[0, 3, 4], [0]]
+    x, state, tree = operands()
+    plain, history, other = state.clone(), empty_history(state, 1, 8), empty_history(state, 1, 8)
+    first = gdn.commit_verify(x, state, slots, tree.tables, backend=backend)
+    want = gdn.verify(*finished(x), plain, slots, tree, backend=backend)
+    assert_close(first.o, want.o.numpy(), EXACT)
+    assert torch.equal(first.record.k, x.k)
+    norms = inverse_norms(x.k).repeat_interleave(2, dim=1)[..., None]
+    assert_close(first.record.u / norms, want.record.u.numpy(), EXACT)
+
+    prior = gdn.Prior(history, first.record, pack_paths(tree, paths).tables, torch.full((2,), fold))
+    x, _, tree = operands(seed=1)
+    second = gdn.commit_verify(x, state, slots, tree.tables, prior=prior, backend=backend)
+    assert history.lengths.tolist() == [0, 0, 0, 0]
+    gdn.append(other, slots, want.record, pack_paths(pack([SCATTERED, CHAIN]), paths), backend=backend)
+    if fold:
+        gdn.fold(plain, slots, other, backend=backend)
+        assert history.u.isnan().all()
+    else:
+        assert torch.equal(history.u.isnan(), other.u.isnan())
+        total = (history.decay_high + history.decay_low)[3, :3]
+        assert_close(total, (other.decay_high + other.decay_low)[3, :3].numpy(), EXACT)
+    assert_close(state, plain.numpy(), EXACT)
+    want = gdn.verify(*finished(x), plain, slots, tree, history=other, backend=backend)
+    assert_close(second.o, want.o.numpy(), EXACT)
+
+
+@both_backends
+def test_what_is_inert(backend):
+    """Slot -1 and rows past the trees give zeros; nothing of them is read or written. No sequence at all is fine."""
+    x, state, _ = operands()
+    tree = pack([SCATTERED], num_rows=8)
+    for part in x[:5]:
+        part[5:] = torch.nan
+    kept = state.clone()
+    assert torch.equal(
+        gdn.commit_verify(x, state, torch.tensor([-1]), tree.tables, backend=backend).o, torch.zeros(8, 2, 3)
+    )
+    live = gdn.commit_verify(x, state, torch.tensor([2]), tree.tables, backend=backend)
+    assert live.o[:5].isfinite().all()
+    assert (live.o[5:] == 0).all()
+    none = pack([], num_rows=8)
+    assert (gdn.commit_verify(x, state, torch.tensor([], dtype=torch.int64), none.tables, backend=backend).o == 0).all()
+    assert torch.equal(state, kept)
+
+
+@both_backends
+def test_a_sequence_without_rows_is_committed(backend):
+    x, state, tree = operands()
+    slots = torch.tensor([3, 1])
+    record = gdn.commit_verify(x, state, slots, tree.tables, backend=backend).record
+    want = state.clone()
+    path = pack_paths(tree, [[0, 3], [0]]).tables
+    gdn.commit(want, slots, record, pack_paths(tree, [[0, 3], [0]]), backend=backend)
+    x, _, tree = operands([CHAIN], seed=1)
+    tables = tree.tables._replace(cu_rows=torch.tensor([0, 0, 3], dtype=torch.int32))
+    prior = gdn.Prior(None, record, path, torch.zeros(2, dtype=torch.int32))
+    after = gdn.commit_verify(x, state, slots, tables, prior=prior, backend=backend)
+    assert_close(state, want.numpy(), EXACT)
+    assert_close(after.o, gdn.verify(*finished(x), want, slots[1:], tree).o.numpy(), EXACT)
+
+
+class TestBuffers:
+    def test_out_is_filled(self):
+        x, state, tree = operands(dtype=torch.float32)
+        fresh = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables)
+        out = gdn.Verified(torch.empty_like(fresh.o), gdn.Record(*map(torch.empty_like, fresh.record)))
+        assert gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, out=out) is out
+        assert all(map(torch.equal, raw([fresh.o, *fresh.record]), raw([out.o, *out.record])))
+
+    @pytest.mark.parametrize(
+        ("state", "exact", "u"),
+        [
+            (torch.float32, False, torch.float32),
+            (torch.bfloat16, False, torch.bfloat16),
+            (torch.bfloat16, True, torch.float32),
+        ],
+    )
+    def test_dtypes_of_fresh_ones(self, state, exact, u):
+        x, pool, tree = operands(dtype=torch.bfloat16)
+        verified = gdn.commit_verify(x, pool.to(state), torch.tensor([0, 1]), tree.tables, exact=exact)
+        dtypes = [part.dtype for part in (verified.o, *verified.record)]
+        assert dtypes == [torch.bfloat16, u, torch.bfloat16, torch.float32, torch.float32]
+
+    def test_the_record_that_is_committed_is_not_overwritten(self):
+        x, state, tree = operands()
+        out = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables)
+        prior = gdn.Prior(None, out.record, pack_paths(tree, [[0], []]).tables, torch.ones(2))
+        with pytest.raises(ShapeError, match="Alternate two"):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior, out=out)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["q", "k", "v", "a", "b", "a_log", "dt_bias"])
+    def test_projections_that_do_not_fit(self, name):
+        x, state, tree = operands()
+        x = x._replace(**{name: getattr(x, name)[1:]})
+        with pytest.raises(ShapeError, match="Projections must fit"):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables)
+
+    def test_slots_that_do_not_fit(self):
+        x, state, tree = operands()
+        for slots, error in (([0], ShapeError), ([0, 4], CapacityError), ([1, 1], CapacityError)):
+            with pytest.raises(error):
+                gdn.commit_verify(x, state, torch.tensor(slots), tree.tables)
+
+    @pytest.mark.parametrize(
+        "change", [{"record": None}, {"path": None}, {"fold": torch.zeros(3)}, {"history": "of others"}]
+    )
+    def test_prior_rows_that_do_not_fit(self, change):
+        x, state, tree = operands()
+        record = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables).record
+        prior = gdn.Prior(None, record, pack_paths(tree, [[0], []]).tables, torch.zeros(2))
+        if "history" in change:
+            change = {"history": empty_history(state[1:], 1, 4)}
+        with pytest.raises(ShapeError):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior._replace(**change))
+
+    def test_a_history_without_room(self):
+        """Nothing is written, not even for the sequence that has room."""
+        x, state, tree = operands()
+        record = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables).record
+        history = empty_history(state, 1, 2)
+        prior = gdn.Prior(history, record, paths_of(tree.starts, [[0, 3, 4], [0]], 3), torch.zeros(2))
+        before = raw([state, *history])
+        with pytest.raises(CapacityError, match="Set fold"):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior)
+        assert all(map(torch.equal, before, raw([state, *history])))
