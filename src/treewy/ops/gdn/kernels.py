@@ -13,7 +13,10 @@ from treewy.ops.gdn.records import History, Prior, Projections, Record, Snapshot
 from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
 from treewy.ops.gdn.triton_step import gdn_lengths, gdn_step
 from treewy.ops.launch import interpreted, launch, refuse_interpreted_bfloat16
-from treewy.ops.slots import check_slots
+from treewy.ops.slots import INERT, check_slots
+from treewy.ops.tree.api import empty as empty_trees
+from treewy.ops.tree.api import empty_paths
+from treewy.ops.warmup import Facts
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
 
@@ -95,6 +98,46 @@ def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: Pack
     raise BackendError(
         "A backend must have the op; there is no Triton kernel of gdn.commit_snapshots. Use backend='eager'."
     )
+
+
+def warm(facts: Facts) -> None:
+    """Compile the serving entry, after a step and without prior rows, on sequences without a slot."""
+    if facts.gdn_backend != "triton":
+        return
+    x, device = _warm_rows(facts), facts.device
+    shape = (1, facts.num_value_heads, facts.value_dim, facts.key_dim)
+    state = torch.zeros(shape, dtype=facts.state_dtype, device=device)
+    history = None
+    if facts.history_capacity:
+        rows = _warm_record(facts, 1, facts.history_capacity)
+        history = History(*rows, torch.zeros(1, dtype=facts.index_dtype, device=device))
+    out = Verified(torch.zeros_like(x.v, memory_format=torch.contiguous_format), _warm_record(facts, 1))
+    for num_seqs, max_rows, max_path in facts.buckets:
+        slots = torch.full((num_seqs,), INERT, dtype=facts.index_dtype, device=device)
+        tree, path = empty_trees(num_seqs, 1, max_rows, device), empty_paths(num_seqs, max_path, device)
+        after = Prior(history, _warm_record(facts, 1), path, torch.zeros_like(path.lengths))
+        for prior in (None, after):
+            commit_verify(x, state, slots, tree, prior, out, facts.exact)
+
+
+def _warm_rows(facts: Facts) -> Projections:
+    """Return a row as the convolution leaves it: q, k and v side by side."""
+    sizes = [facts.num_heads * facts.key_dim] * 2 + [facts.num_value_heads * facts.value_dim]
+    q, k, v = torch.zeros(1, sum(sizes), dtype=facts.dtype, device=facts.device).split(sizes, dim=1)
+    heads, value_heads = (facts.num_heads, facts.key_dim), (facts.num_value_heads, facts.value_dim)
+    gates = torch.zeros(1, facts.num_value_heads, dtype=facts.dtype, device=facts.device)
+    of_heads = gates[0].float()
+    q, k, v = q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, value_heads)
+    return Projections(q, k, v, gates, gates, of_heads, of_heads, facts.beta_scale)
+
+
+def _warm_record(facts: Facts, *leading: int) -> Record:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*leading, *shape, dtype=dtype, device=facts.device)
+
+    u = zeros(facts.num_value_heads, facts.value_dim, dtype=facts.record_dtype)
+    k = zeros(facts.num_heads, facts.key_dim, dtype=facts.dtype)
+    return Record(u, k, *(zeros(facts.num_value_heads, dtype=torch.float32) for _ in range(2)))
 
 
 def _step(
