@@ -34,10 +34,11 @@ def compile_all(cases: list[dict], archs: tuple[int, ...] = ARCHS) -> list[dict]
 def compiled(kernel, args, options, arch: int) -> dict:
     """Specialise and compile one launch for one architecture; return shared memory, registers and stack."""
     import triton
-    from ops.compiling import usage
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
+
+    from ops.compiling import usage
 
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)

@@ -45,7 +45,7 @@ def test_less_shared_memory_picks_smaller_blocks():
 
 def test_what_fits_nowhere_is_refused():
     """Fault K06: more shared memory was asked for than the card has."""
-    with pytest.raises(UnsupportedError, match="must have [0-9]+ bytes of shared memory.*gives 20000"):
+    with pytest.raises(UnsupportedError, match=r"must have [0-9]+ bytes of shared memory.*gives 20000"):
         choose(**CASES["40 rows"], shared_limit=20_000)
     with pytest.raises(UnsupportedError, match="up to 64 tree rows; got 65"):
         choose(**CASES["chain 4"] | {"max_rows": 65}, shared_limit=227 * 1024)
