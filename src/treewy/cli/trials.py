@@ -100,8 +100,8 @@ def _walk(on: Operands) -> Tensor:
 
 def _commit_verify(backend: str, on: Operands) -> Tensor:
     heads, value_heads, gates = (on.rows, 2, 128), (on.rows, 4, 128), (on.rows, 4)
-    rows = [on.random(*shape).to(on.dtype) for shape in (heads, heads, value_heads, gates, gates)]
-    x = gdn.Projections(*rows, on.random(4), on.random(4))
+    q, k, v, a, b = (on.random(*shape).to(on.dtype) for shape in (heads, heads, value_heads, gates, gates))
+    x = gdn.Projections(q, k, v, a, b, on.random(4), on.random(4))
     state = on.random(2, 4, 128, 128)
     return gdn.commit_verify(x, state, on.slots, on.packed.tables, exact=True, backend=backend).o
 
