@@ -103,3 +103,13 @@ KERNEL_HARD_FLOAT32 = 2e-5
 # Two implementations of one step in float32, each a closed form: what they write for the next step. Log decays are exact
 # sums in the kernels.
 KERNEL_TWIN = 2e-6
+
+# Exact mode on a GPU, 16-bit rows and a float32 state: relative Frobenius error of a head's state after a few steps, or
+# largest error of an output before its cast.
+KERNEL_EXACT = 1e-6
+
+# Fast mode: bfloat16 and tf32 operands, a float32 inverse.
+KERNEL_FAST = 5e-3
+
+# Fast mode on nearly equal keys, over a path whose inverse is exact and applied in bfloat16.
+KERNEL_HARD_FAST = 2.0

@@ -91,7 +91,7 @@ def compile_one(case: Case, arch: int) -> Compiled:
     constants = {key: _value(value) for key, value in case.constexprs.items()}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
-    return Compiled(case.name, arch, compiled.metadata.shared, *_usage(compiled.asm["cubin"]))
+    return Compiled(case.name, arch, compiled.metadata.shared, *usage(compiled.asm["cubin"]))
 
 
 def _value(value: Any) -> Any:
@@ -102,7 +102,7 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def usage(cubin: bytes) -> tuple[int, int]:
     """Return (registers per thread, bytes of stack per thread; spilled registers lie there)."""
     import triton
 

@@ -48,7 +48,6 @@ def make(
     max_rows: int = 12,
     max_support: int | None = None,
     share_drawn: float = 0.7,
-    agreement: float = 1.0,
     num_levels: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Drafted:
@@ -61,7 +60,6 @@ def make(
         max_rows: Rows of the largest tree.
         max_support: Most tokens that a drafter's law gives something; fewer than children use it up.
         share_drawn: Share of rows whose children are drawn.
-        agreement: Of the drafter's logits with the target's; below 0 most drafts fall.
         num_levels: Different logits, so that there are ties; None: as many as there are.
         dtype: Of the logits.
     """
@@ -79,8 +77,8 @@ def make(
             children = [start + child for child in shape.children(row)]
             if children and rng.random() < share_drawn:
                 law_of_row[start + row] = len(laws)
-                laws.append(_law(rng, agreement * logits[start + row], max_support))
-                tokens[children] = _siblings(rng, laws[-1], len(children))
+                laws.append(_law(rng, logits[start + row], max_support))
+                tokens[children] = siblings(rng, laws[-1], len(children))
             elif children:
                 tokens[children] = np.argsort(-logits[start + row], kind="stable")[: len(children)][
                     np.arange(len(children)) % vocab
@@ -120,7 +118,8 @@ def _law(rng: np.random.Generator, logits: np.ndarray, max_support: int | None) 
     return weights / weights.sum()
 
 
-def _siblings(rng: np.random.Generator, law: np.ndarray, num: int) -> list[int]:
+def siblings(rng: np.random.Generator, law: np.ndarray, num: int) -> list[int]:
+    """Draw without replacement; once the law is used up, anything."""
     left, taken = law.copy(), []
     for _ in range(num):
         spent = not left.sum() > 0

@@ -130,18 +130,19 @@ class Stream:
 
     Args:
         spec: The layer.
-        num_slots: Slots of the pool; what no step touches stays NaN.
+        num_slots: Slots of the pool.
         num_rows: Rows of each history; 0 for none.
         dtype: Of projections.
         state: Dtype of the state.
         u: Dtype of pseudo-values, in record and history.
+        o: Dtype of outputs; default: that of the arithmetic.
         options: Passed on to `commit_verify`.
     """
 
     def __init__(
-        self, spec, num_slots, num_rows=0, *, dtype=torch.float64, state=None, u=None, device="cpu", **options
+        self, spec, num_slots, num_rows=0, *, dtype=torch.float64, state=None, u=None, o=None, device="cpu", **options
     ):
-        self.spec, self.dtype, self.options, self.device = spec, dtype, options, device
+        self.spec, self.dtype, self.options, self.device, self.o = spec, dtype, options, device, o
         state, self.u = state or dtype, u or dtype
         rng = np.random.default_rng(99)
         shape = (num_slots, spec.value_heads, spec.value_dim, spec.key_dim)
@@ -152,10 +153,6 @@ class Stream:
             history = poisoned_history(spec, num_slots, num_rows, dtype, self.u)
             self.history = gdn.History(*(part.to(device) for part in history))
         self.pending = None  # record, starts, paths, states after each row
-
-    def room(self) -> int:
-        """Return the rows of a history (C)."""
-        return 0 if self.history is None else self.history.num_rows
 
     def prior(self, slots: Sequence[int], paths: Sequence[Sequence[int]], fold: Sequence[int]) -> gdn.Prior | None:
         """Return the prior rows of a step whose sequences accepted `paths` last time, and move the exact states."""
@@ -172,7 +169,8 @@ class Stream:
     def step(self, slots, trees, *, paths=None, fold=None, seed=0, num_rows=None, out=None):
         """Commit the paths and verify the trees; return (verified, outputs of the walk)."""
         packed = pack(trees, num_rows=num_rows)
-        x = cast(projections(self.spec, trees, seed=seed, num_rows=packed.num_rows), self.dtype)
+        gates = torch.float32 if self.dtype != torch.float64 else None
+        x = cast(projections(self.spec, trees, seed=seed, num_rows=packed.num_rows), self.dtype, gates)
         prior = self.prior(slots, paths or [[]] * len(trees), fold or [0] * len(trees))
         states = [self.exact[slot] if slot >= 0 else np.zeros_like(self.exact[0]) for slot in slots]
         want, after = walked(x, packed, states)
@@ -202,4 +200,4 @@ class Stream:
             nan(spec.value_heads, of=wide),
             nan(spec.value_heads, of=wide),
         )
-        return gdn.Verified(nan(spec.value_heads, spec.value_dim, of=wide), record)
+        return gdn.Verified(nan(spec.value_heads, spec.value_dim, of=self.o or wide), record)

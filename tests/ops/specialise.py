@@ -1,38 +1,83 @@
-"""Compiling what an entry launches, specialised as on a GPU, without one: `python -m ops.specialise`, cases in, figures out.
+"""Compiling what the serving entry launches, specialised as on a GPU, without one.
 
 The entry itself runs on CPU tensors up to its launch. There the kernel is bound, specialised and compiled for each
-architecture as Triton does before a first launch, and not run. Needs a process without Triton's interpreter.
+architecture as Triton does before a first launch, and not run. Tests call `compile_all`, whose process of its own
+(`python -m ops.specialise`, cases in, figures out, as JSON) does not have Triton's interpreter.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src"
 
-# Compute capabilities of the generations that kernels must compile for: A100, H100 and H200, RTX 50.
-ARCHS = (80, 90, 120)
 
-# Bytes of shared memory that a program may have on the smallest of them.
-SHARED_LIMIT = 99 * 1024
+def compile_all(cases: Sequence[dict]) -> list[dict]:
+    """Compile what each case launches for its `archs`, in a fresh process; return the figures, case by case.
 
-
-def compile_all(cases: list[dict], archs: tuple[int, ...] = ARCHS) -> list[dict]:
-    """Compile what each case launches, in a fresh process; return the figures of each kernel on each architecture."""
+    Raises:
+        AssertionError: one does not compile; the message ends with what the compiler said.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(TESTS)])
-    request = json.dumps({"archs": archs, "cases": cases})
     command = [sys.executable, "-m", "ops.specialise"]
-    result = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, check=False)
+    result = subprocess.run(
+        command, input=json.dumps(list(cases)), capture_output=True, text=True, env=environment, check=False
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def compiled(kernel, args, options, arch: int) -> dict:
-    """Specialise and compile one launch for one architecture; return shared memory, registers and stack."""
+def launch_of(case: dict) -> tuple[Any, tuple, dict]:
+    """Return (kernel, arguments, options) of the serving entry on a batch of one sequence.
+
+    `case` may have, beside `archs`: rows, dims (K, V), dtype, state, exact, and the rows of history and path, 0 for none.
+    """
+    from treewy.ops import gdn
+    from treewy.ops.gdn import kernels
+    from treewy.packed import PathTables, pack
+    from treewy.tree import DraftTree
+
+    rows, (key_dim, value_dim) = case.get("rows", 4), case.get("dims", (128, 128))
+    dtype, state = (getattr(torch, case.get(name, "bfloat16")) for name in ("dtype", "state"))
+    exact = case.get("exact", False)
+    u = torch.bfloat16 if state == torch.bfloat16 and not exact else torch.float32
+    heads, value_heads = 2, 4
+
+    def kept(*size: int) -> list[torch.Tensor]:
+        parts = torch.zeros(*size, value_heads, value_dim, dtype=u), torch.zeros(*size, heads, key_dim, dtype=dtype)
+        return [*parts, *(torch.zeros(*size, value_heads) for _ in range(2))]
+
+    q, k = (torch.zeros(rows, heads, key_dim, dtype=dtype) for _ in range(2))
+    v = torch.zeros(rows, value_heads, value_dim, dtype=dtype)
+    a, b = (torch.zeros(rows, value_heads, dtype=dtype) for _ in range(2))
+    x = gdn.Projections(q, k, v, a, b, torch.zeros(value_heads), torch.zeros(value_heads))
+    places, pending = case.get("history", 16), case.get("path", 4)
+    zeros = torch.zeros(1, dtype=torch.int32)
+    prior = gdn.Prior(
+        gdn.History(*kept(4, places), torch.zeros(4, dtype=torch.int32)) if places else None,
+        gdn.Record(*kept(rows)) if pending else None,
+        PathTables(torch.zeros(1, pending, dtype=torch.int32), zeros) if pending else None,
+        zeros,
+    )
+    pool = torch.zeros(4, value_heads, value_dim, key_dim, dtype=state)
+    out = gdn.Verified(torch.zeros_like(v), gdn.Record(*kept(rows)))
+    launches: list = []
+    kernels.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
+    tree = pack([DraftTree.chain(rows - 1)]).tables
+    gdn.commit_verify(x, pool, zeros, tree, prior=prior, exact=exact, out=out, backend="triton")
+    return launches[0]
+
+
+def compile_one(case: dict, arch: int) -> dict:
+    """Compile in this process, which must not have Triton in its interpreter."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -40,18 +85,25 @@ def compiled(kernel, args, options, arch: int) -> dict:
 
     from ops.compiling import usage
 
+    kernel, args, options = launch_of(case)
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, rest = binder(*args, **options)
+    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
     parsed, signature, constexprs, attributes = kernel._pack_args(backend, rest, bound, specialization, rest)
     source = ASTSource(kernel, signature, constexprs, attributes)
     result = triton.compile(source, target=target, options=parsed.__dict__)
     registers, stack = usage(result.asm["cubin"])
+    figures = {"shared": result.metadata.shared, "registers": registers, "stack": stack}
     return {
         "kernel": kernel.fn.__name__,
         "arch": arch,
-        "shared": result.metadata.shared,
-        "registers": registers,
-        "stack": stack,
+        **figures,
+        "group_products": result.asm["ptx"].count("wgmma.mma_async"),
     }
+
+
+if __name__ == "__main__":
+    everything = [compile_one(case, arch) for case in json.load(sys.stdin) for arch in case["archs"]]
+    sys.stdout.write("\n" + json.dumps(everything) + "\n")

@@ -107,6 +107,7 @@ class TestVerify:
         close(problem.verify("eager"), want, TOLERANCES[dtype])
 
     def test_every_length_around_the_ends_of_chunks(self, short_chunks):
+        """Fault F15: chunks of the prefix carry on each other's sums."""
         lengths = [1, 127, 128, 129, 255, 384, 385, 520]
         problem = paged(["root"] * len(lengths), lengths, heads=1, group=1, page=16)
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
@@ -154,6 +155,7 @@ class TestVerify:
         assert torch.equal(results[0], results[2])
 
     def test_inert_sequences_and_rows_are_zero(self):
+        """Faults C01, C03, C04, C07 and C10: they are neither read nor left as they were."""
         problem = paged(["scattered", "chain 3", "root"], [9, -1, 0], num_rows=13)
         for rows in problem[:3]:
             rows[5:9], rows[10:] = torch.nan, torch.nan
@@ -165,6 +167,7 @@ class TestVerify:
         close(out, problem.verify("eager"), SHORT_SUM_FLOAT32)
 
     def test_sequences_without_rows(self):
+        """Fault K10: they are skipped, their neighbour is not."""
         problem = paged(["scattered", "root"], [9, 12])
         tables = problem.tree.tables
         cu_rows = torch.tensor([0, 0, 5, 5], dtype=torch.int32)
@@ -177,6 +180,7 @@ class TestVerify:
         assert not got[5].any()
 
     def test_nothing_at_all(self):
+        """Fault K10: no rows, or rows that belong to no sequence."""
         empty = pack([])
         committed = Paged(*torch.zeros(2, 3, 4, 1, 8), torch.zeros(0, 2).int(), torch.zeros(0).int())
         got = attention.verify_paged(*torch.zeros(3, 0, 1, 8), committed, empty.tables, scale=1.0, backend="triton")
@@ -188,7 +192,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("dim", [16, 32])
     def test_a_row_that_is_not_finite_spoils_those_that_see_it(self, dim, monkeypatch):
-        """0 * NaN is NaN, also where columns of values are split over programs and only one meets the NaN."""
+        """Fault F10: 0 * NaN is NaN, also where value columns are split over programs and one meets the NaN."""
         blocks = geometry.Geometry(16, 16, 16, num_warps=4, num_stages=1)
         monkeypatch.setattr(geometry, "geometry", lambda launch, gpu: blocks)
         tree = DraftTree.from_widths([3, 2])
@@ -219,6 +223,7 @@ class TestVerify:
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
 
     def test_views(self):
+        """Faults K09 and K12: slices of one projection, pools with heads first, a table in a wide parent."""
         problem = paged(["scattered", "chain 3"], [9, 21], page=4)
         want = problem.verify()
         fused = torch.cat(problem[:3], dim=1)
@@ -388,7 +393,7 @@ class TestCommit:
     @pytest.mark.parametrize("page", [3, 16])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_paths_become_consecutive(self, dtype, page, backend):
-        """Fault G05's kind: a scattered path lies behind the committed places, and nothing else has changed."""
+        """Faults C05 and G05: a scattered path lies behind the committed places, and nothing else has changed."""
         problem = with_room(self.SHAPES, self.LENGTHS, page=page, dtype=dtype)
         path = pack_paths(problem.tree, self.PATHS)
         got = committed_by(problem, path, backend, compact=False)
@@ -403,6 +408,7 @@ class TestCommit:
     @every_backend
     @pytest.mark.parametrize("page", [3, 16])
     def test_in_place_gives_what_a_commit_gives(self, page, backend):
+        """Fault G05: rows that the pages hold already move to consecutive places."""
         problem = with_room(self.SHAPES, self.LENGTHS, page=page)
         path = pack_paths(problem.tree, self.PATHS)
         want = committed_by(problem, path, "eager", compact=False)
@@ -572,7 +578,7 @@ class TestGeometry:
 
 
 def test_every_kernel_compiles_for_three_generations():
-    """Within the shared memory of each; smaller GPUs get smaller blocks."""
+    """Faults K06 and K07: within the shared memory of each; smaller GPUs get smaller blocks."""
     figures = compile_all()
     kernels = {"attend_parts_kernel", "merge_parts_kernel", "commit_rows_kernel", "compact_rows_kernel"}
     assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}

@@ -8,7 +8,7 @@ from ops.checks import assert_close, relative, walked
 from ops.problems import make
 from ops.rings import empty_history
 from ops.serving import HARD, Spec, Stream, cast, paths_of, projections
-from tolerances import EXACT, KERNEL_FLOAT32, KERNEL_HARD_FLOAT32, KERNEL_TWIN
+from tolerances import EXACT, FLOAT32_FLOOR, KERNEL_FLOAT32, KERNEL_HARD_FLOAT32, KERNEL_TWIN
 from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops import gdn
 from treewy.ops.launch import LAUNCHES
@@ -60,7 +60,7 @@ def test_steps_are_the_walk(history, gate):
 
 @pytest.mark.parametrize("tree", [TWO_ARMS, DraftTree.chain(31)], ids=["two arms", "chain"])
 def test_hard_keys(tree):
-    """Nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet on the way."""
+    """Fault F06: nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet on the way."""
     stream = Stream(HARD._replace(heads=1, group=1), 4, 0, dtype=torch.float32, backend="triton")
     leaf = tree.path(tree.num_rows - 1)
     run(stream, [tree, SCATTERED, SCATTERED], [NONE, ([leaf, [], [0]], [0, 0, 0])], KERNEL_HARD_FLOAT32)
@@ -91,7 +91,7 @@ def twins(spec, history, dtype=torch.float32, **options):
 @pytest.mark.parametrize("history", [8, 0])
 def test_what_is_kept_is_what_eager_keeps(history):
     """States, records, histories in value; what neither owns in bits."""
-    eager, triton = twins(SMALL._replace(strong_gate=-20.0), history)
+    eager, triton = twins(SMALL._replace(strong_gate=-200.0), history)
     for seed, (paths, fold) in enumerate(STEPS):
         results = []
         for stream in (eager, triton):
@@ -103,6 +103,14 @@ def test_what_is_kept_is_what_eager_keeps(history):
             assert one.dtype == other.dtype
             assert torch.equal(one.isnan(), other.isnan())
             assert_close(other.nan_to_num(), one.nan_to_num().double().numpy(), KERNEL_TWIN)
+    if history:
+        # The second float holds what the gates behind a strong one add to the first: counted from there, nothing is lost.
+        kept = [
+            given.history.decay_high[3, 1:4].double() + given.history.decay_low[3, 1:4] for given in (eager, triton)
+        ]
+        assert (kept[0] < -190).all()
+        behind = [total[1:] - total[0] for total in kept]
+        assert (behind[0] - behind[1]).abs().max() < FLOAT32_FLOOR
 
 
 def raw(tensors):
@@ -130,7 +138,7 @@ def problem(trees, num_rows=None, spec=SMALL, num_slots=3, seed=0):
 
 class TestWhatMustNotMatter:
     def test_unowned_memory(self):
-        """NaN in free slots, behind histories and paths, in rows that were not accepted, in padding rows: no bit moves."""
+        """Fault C10: NaN in free slots, behind histories and paths, in lost and padding rows moves no bit."""
         trees = [SCATTERED, DraftTree.chain(2)]
         results = []
         for poison in (0.0, torch.nan, 1e4):
@@ -162,7 +170,7 @@ class TestWhatMustNotMatter:
 
     @pytest.mark.parametrize("slot", [-1, 3, 70])
     def test_inert_slots(self, slot):
-        """Slot -1, and to kernels any slot outside the pool: zeros out, nothing read, nothing written, no path appended."""
+        """Faults A03, C01 and C03: -1, and to kernels any slot outside the pool: zeros out, nothing read, written or appended."""
         trees = [SCATTERED, DraftTree.chain(1)]
         x, state = problem(trees)
         state[[0, 2]] = torch.nan
@@ -189,7 +197,7 @@ class TestWhatMustNotMatter:
         assert torch.equal(beside.record.decay_low[21:26], alone.record.decay_low)
 
     def test_strides(self):
-        """Rows out of one fused tensor, a state whose last two axes are swapped, a pool of every second slot."""
+        """Faults K09 and K12: rows of one fused tensor, a state with swapped axes, a pool of every second slot."""
         trees = [SCATTERED, DraftTree.chain(1)]
         x, state = problem(trees)
         plain = step_on(state.clone(), [2, 0], trees, x)
@@ -217,7 +225,7 @@ class TestNotFinite:
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, in the interpreter
     def test_stays_on_its_branch(self, part, value):
-        """Row 3 and its child 4 are lost, or row 3 alone where its query is; nothing else changes a bit."""
+        """Fault F10: row 3 and its child 4 are lost, or row 3 alone where its query is; nothing else changes a bit."""
         x, state = problem([SCATTERED, DraftTree.chain(1)])
         clean = step_on(state.clone(), [2, 0], [SCATTERED, DraftTree.chain(1)], x)
         getattr(x, part)[3].view(-1)[0] = value
@@ -242,7 +250,7 @@ class TestNotFinite:
         assert torch.equal(dirty.o[5:], clean.o[5:])
 
     def test_strong_gates_do_not_overflow(self):
-        """Faults F01 and F02: differences of logs are masked before exp, and a lone strong gate leaves its sibling exact."""
+        """Differences of logs are masked before exp, and a lone strong gate leaves its sibling exact."""
         tree = DraftTree([-1, 0, 0, 1, 2])
         x, state = problem([tree])
         x.a[1], x.a[2] = 3e4, -30.0
@@ -252,6 +260,32 @@ class TestNotFinite:
         g, _ = gdn.finish_gates(x.a.double(), x.b.double(), x.a_log.double(), x.dt_bias.double())
         assert_close(total[[2, 4]], torch.stack([g[0] + g[2], g[0] + g[2] + g[4]]).numpy(), KERNEL_TWIN)
         assert (total[1] < -1000).all()
+
+    def test_a_gate_far_below_any_float(self):
+        """Its descendants decay among themselves as if it were not there."""
+        tree = DraftTree.chain(3)
+        x, state = problem([tree])
+        x.a[1] = 1e7
+        x.a[2:] = 0.3
+        verified = step_on(state, [0], [tree], x)
+        want = gdn.commit_verify(x, state, torch.tensor([0]), pack([tree]).tables)
+        assert_close(verified.o, want.o.double().numpy(), KERNEL_TWIN)
+
+    def test_gates_near_one_keep_their_digits(self):
+        """log(1 + x) of a small x in float32 has none of them."""
+        tree = DraftTree.chain(1)
+        x, state = problem([tree])
+        x.a.fill_(-15.0)
+        x.a_log.fill_(5.0)
+        verified = step_on(state, [0], [tree], x)
+        g, _ = gdn.finish_gates(x.a.double(), x.b.double(), x.a_log.double(), x.dt_bias.double())
+        assert (verified.record.decay_high - g.cumsum(0)).abs().max() < FLOAT32_FLOOR
+
+    def test_large_keys_do_not_overflow_the_solve(self):
+        """Finished keys may have any length: what is not solved yet must not be multiplied."""
+        given = make([DraftTree.chain(15)], beta=(1.0, 1.0), gate_one=True)
+        given = given._replace(k=given.k * 7).to(torch.float32)
+        assert given.verify(backend="triton").o.isfinite().all()
 
 
 def committed():
@@ -305,7 +339,7 @@ class TestFinishedOperands:
 
 class TestEdges:
     def test_sequences_without_rows(self):
-        """They commit, and that is all; a batch without any sequence zeroes its rows."""
+        """Fault K10: they commit, and that is all; a batch without any sequence zeroes its rows."""
         x, state = problem([DraftTree.chain(1)])
         tables = pack([DraftTree.chain(1)]).tables
         tables = tables._replace(cu_rows=torch.tensor([0, 0, 2], dtype=torch.int32))
@@ -324,6 +358,7 @@ class TestEdges:
         assert torch.equal(got[[0, 2]], state[[0, 2]])
 
     def test_no_sequences(self):
+        """Fault K10: every row is still zeroed."""
         x, state = problem([], num_rows=20)
         assert (step_on(state, [], [], x).o == 0).all()
 
@@ -341,6 +376,20 @@ class TestEdges:
         prior = gdn.Prior(history, old, paths_of([0], [[0, 1, 2]], 3), torch.zeros(1, dtype=torch.int32))
         assert step_on(state, [1], [SCATTERED], x, prior).o.isfinite().all()
         assert all(map(torch.equal, before, raw(history)))
+
+    @pytest.mark.parametrize("fold", [0, 1])
+    def test_lengths_gathered_before(self, fold):
+        """`held` stands for the lengths, which are then not read."""
+        results = []
+        for held in (None, torch.tensor([2], dtype=torch.int32)):
+            x, state = problem([SCATTERED])
+            history = empty_history(state, 1, 4)
+            history.lengths[1] = 2 if held is None else 4
+            for part in history[:4]:
+                part[1, :2] = -0.25
+            prior = gdn.Prior(history, None, None, torch.tensor([fold], dtype=torch.int32), held)
+            results.append(raw([step_on(state, [1], [SCATTERED], x, prior).o, state]))
+        assert all(map(torch.equal, *results))
 
     def test_nothing_prior_keeps_the_state(self):
         """Fold flags over empty histories and empty paths change no bit of the state."""

@@ -47,7 +47,7 @@ def test_a_path_folds_when_it_does_not_fit(capacity, dtype, backend):
 
 @every_backend
 def test_sequences_on_no_slot_change_none(backend):
-    """Not slot 0, not the last one, not memory beside the pool; and they fold nothing, whatever their paths are."""
+    """Faults A03 and C03: not slot 0, not the last one, nor memory beside the pool; and they fold nothing."""
     memory = ints([99, 5, 6, 7, 99])
     lengths, slots = memory[1:4], ints([-1, 3, -2, 2**40, 1])
     paths, out = ints([9, 9, 9, 9, 2], torch.int32), ints([7, 7, 7, 7, 7], torch.int32)

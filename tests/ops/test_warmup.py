@@ -17,7 +17,7 @@ import treewy.ops
 from ops.buckets import Bucket
 from ops.whole_step import Sizes, WholeStep
 from treewy.errors import BackendError
-from treewy.ops import Facts, accept, conv, warmup
+from treewy.ops import Facts, accept, conv, gdn, warmup
 from treewy.ops.attention.kernels import geometry
 from treewy.ops.gdn import ledger
 from treewy.ops.gdn.cuda import entry
@@ -116,18 +116,63 @@ def step(facts, num_seqs, num_rows, layers=2):
     paths = type(bucket.paths)(bucket.paths.rows[1:], bucket.paths.lengths[1:])
     fold = ledger.choose_folds(lengths, slots, paths.lengths, 8, backend="triton")
     sizes = heads, heads, channels - 2 * heads
+    delta = DeltaRule(facts, num_rows, slots, tables, paths, fold)
     for layer, taps in enumerate((weight, weight.T.contiguous().T)):
         operands = (x[layer], taps, bias, window[layer], slots, tables)
-        conv.verify_split(*operands, sizes, backend="triton")
+        delta.run(*conv.verify_split(*operands, sizes, backend="triton"), layer)
         conv.commit(window[layer], slots, x[layer], paths, backend="triton")
     conv.commit(window, slots, x, paths, backend="triton")
     ledger.settle(lengths, slots, paths.lengths, fold, backend="triton")
 
 
+class DeltaRule:
+    """Launches of the delta rule in a step: a first one, then under either policy, in either record of two."""
+
+    def __init__(self, facts, num_rows, slots, tables, paths, fold):
+        self.facts, self.slots, self.tables = facts, slots, tables
+        heads, shape = facts.num_value_heads, (facts.num_value_heads, facts.value_dim)
+        u = torch.bfloat16 if facts.state_dtype == torch.bfloat16 else torch.float32
+        self.state = torch.empty(7, *shape, facts.key_dim, dtype=facts.state_dtype)
+
+        def kept(*rows):
+            keys = torch.empty(*rows, facts.num_heads, facts.key_dim, dtype=facts.dtype)
+            return torch.empty(*rows, *shape, dtype=u), keys, *torch.empty(2, *rows, heads)
+
+        records = [gdn.Record(*kept(num_rows)) for _ in range(2)]
+        history = gdn.History(*kept(7, 16), torch.zeros(7, dtype=facts.index_dtype))
+        self.priors = [
+            [
+                None,
+                gdn.Prior(None, record, paths, fold),
+                *(gdn.Prior(history, record, paths, fold, x) for x in (None, fold)),
+            ]
+            for record in records
+        ]
+        self.outs = [gdn.Verified(torch.empty(num_rows, *shape, dtype=facts.dtype), record) for record in records]
+        self.gates = [torch.empty(num_rows, heads, dtype=facts.dtype) for _ in range(2)]
+        self.layer = torch.empty(2, heads)
+
+    def run(self, q, k, v, layer):
+        facts = self.facts
+        q, k, v = (y.unflatten(1, (-1, d)) for y, d in ((q, facts.key_dim), (k, facts.key_dim), (v, facts.value_dim)))
+        x = gdn.Projections(q, k, v, *self.gates, *self.layer)
+        for prior in self.priors[1 - layer]:
+            out = self.outs[layer]
+            gdn.commit_verify(x, self.state, self.slots, self.tables, prior=prior, out=out, backend="triton")
+
+
+BOUNDS = {"history_capacity": 16, "row_bounds": [64]}
 FACTS = {
-    "35B-A3B": Facts(device="cpu", num_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+    "35B-A3B": Facts(device="cpu", num_heads=16, num_value_heads=32, key_dim=128, value_dim=128, **BOUNDS),
     "one shard of 4, fused": Facts(
-        device="cpu", num_heads=4, num_value_heads=8, key_dim=128, value_dim=128, conv_row_stride=3136, conv_bias=True
+        device="cpu",
+        num_heads=4,
+        num_value_heads=8,
+        key_dim=128,
+        value_dim=128,
+        conv_row_stride=3136,
+        conv_bias=True,
+        **BOUNDS,
     ),
     "float32, width 3": Facts(
         device="cpu",
@@ -138,6 +183,7 @@ FACTS = {
         dtype=torch.float32,
         conv_width=3,
         index_dtype=torch.int32,
+        **BOUNDS,
     ),
 }
 

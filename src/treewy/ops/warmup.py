@@ -44,9 +44,10 @@ class Facts:
         conv_row_stride: Elements between rows of the convolution's inputs, which may be a view of a wider projection;
             default: its channels.
         index_dtype: Of slots and of lengths of histories.
+        gate_dtype: Of the gates' projections; default: `dtype`.
         gdn_backend: Whose kernel runs the gated delta rule, "triton" or "cuda".
         exact: Whether the gated delta rule keeps float32's accuracy.
-        beta_scale: Of its betas.
+        beta_scale: What the sigmoid of beta is multiplied by.
         history_capacity: Rows that a history has places for (C); 0: there are no histories.
         batch_sizes: Sequences of the buckets (B). Every batch size may come with every row bound.
         row_bounds: Rows of the largest tree that fits a bucket (`max_rows`).
@@ -74,6 +75,7 @@ class Facts:
     conv_bias: bool = False
     conv_row_stride: int | None = None
     index_dtype: torch.dtype = torch.int64
+    gate_dtype: torch.dtype | None = None
     gdn_backend: str = "triton"
     exact: bool = False
     beta_scale: float = 1.0

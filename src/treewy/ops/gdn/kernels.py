@@ -101,22 +101,27 @@ def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: Pack
 
 
 def warm(facts: Facts) -> None:
-    """Compile the serving entry, after a step and without prior rows, on sequences without a slot."""
-    if facts.gdn_backend != "triton":
+    """Compile the serving entry for every bucket, on sequences without a slot.
+
+    With no prior rows, with a path, and with a path and a history where there are any, `held` or not. Dims that the kernels do not have
+    are nothing to compile, nor is anything where another backend's kernel runs the delta rule.
+    """
+    if facts.gdn_backend != "triton" or not _has_dims(facts.key_dim, facts.value_dim):
         return
     x, device = _warm_rows(facts), facts.device
     shape = (1, facts.num_value_heads, facts.value_dim, facts.key_dim)
     state = torch.zeros(shape, dtype=facts.state_dtype, device=device)
-    history = None
+    histories: list[History | None] = [None]
     if facts.history_capacity:
-        rows = _warm_record(facts, 1, facts.history_capacity)
-        history = History(*rows, torch.zeros(1, dtype=facts.index_dtype, device=device))
+        kept = _warm_record(facts, 1, facts.history_capacity)
+        histories.append(History(*kept, torch.zeros(1, dtype=facts.index_dtype, device=device)))
     out = Verified(torch.zeros_like(x.v, memory_format=torch.contiguous_format), _warm_record(facts, 1))
     for num_seqs, max_rows, max_path in facts.buckets:
         slots = torch.full((num_seqs,), INERT, dtype=facts.index_dtype, device=device)
         tree, path = empty_trees(num_seqs, 1, max_rows, device), empty_paths(num_seqs, max_path, device)
-        after = Prior(history, _warm_record(facts, 1), path, torch.zeros_like(path.lengths))
-        for prior in (None, after):
+        fold, pending = torch.zeros_like(path.lengths), _warm_record(facts, 1)
+        priors = [None, *(Prior(history, pending, path, fold, held) for history in histories for held in (None, fold))]
+        for prior in priors:
             commit_verify(x, state, slots, tree, prior, out, facts.exact)
 
 
@@ -125,8 +130,8 @@ def _warm_rows(facts: Facts) -> Projections:
     sizes = [facts.num_heads * facts.key_dim] * 2 + [facts.num_value_heads * facts.value_dim]
     q, k, v = torch.zeros(1, sum(sizes), dtype=facts.dtype, device=facts.device).split(sizes, dim=1)
     heads, value_heads = (facts.num_heads, facts.key_dim), (facts.num_value_heads, facts.value_dim)
-    gates = torch.zeros(1, facts.num_value_heads, dtype=facts.dtype, device=facts.device)
-    of_heads = gates[0].float()
+    gates = torch.zeros(1, facts.num_value_heads, dtype=facts.gate_dtype or facts.dtype, device=facts.device)
+    of_heads = torch.zeros(facts.num_value_heads, dtype=torch.float32, device=facts.device)
     q, k, v = q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, value_heads)
     return Projections(q, k, v, gates, gates, of_heads, of_heads, facts.beta_scale)
 
@@ -180,6 +185,7 @@ def _step(
         None if path is None else path.rows,
         None if path is None else path.lengths,
         prior.fold,
+        prior.held,
         len(slots),
         0 if tree is None else tree.num_rows,
         state.shape[0],
@@ -214,7 +220,7 @@ def _sizes(
 ) -> args.Sizes:
     value_heads, value_dim, key_dim = state.shape[1:]
     largest = 0 if tree is None else tree.max_rows
-    if largest > MAX_ROWS or not 16 <= key_dim <= MAX_DIM or not 16 <= value_dim <= MAX_DIM or key_dim % 16:
+    if largest > MAX_ROWS or not _has_dims(key_dim, value_dim):
         raise ShapeError(
             f"Kernels must have trees of at most {MAX_ROWS} rows, K and V of 16 to {MAX_DIM}, and K a multiple of 16; got "
             f"max_rows={largest}, K={key_dim}, V={value_dim}. Use backend='eager'."
@@ -227,6 +233,10 @@ def _sizes(
     precision = "ieee" if interpreted() else "bf16x6" if exact else "tf32"
     sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values)
     return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, precision, scale, beta)))
+
+
+def _has_dims(key_dim: int, value_dim: int) -> bool:
+    return 16 <= key_dim <= MAX_DIM and 16 <= value_dim <= MAX_DIM and key_dim % 16 == 0
 
 
 def _num_warps(size: args.Sizes) -> int:

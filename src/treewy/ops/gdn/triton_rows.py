@@ -112,13 +112,13 @@ def inverse_blocks(couplings, m_strict, NUM: tl.constexpr):
     num_levels = tl.max(tl.max(level, axis=1), axis=0)
     o = tl.arange(0, 16)
     eye = tl.where(o[None, :, None] == o[None, None, :], 1.0, 0.0)
-    inverse = tl.where(level[:, :, None] == 0, eye, 0.0) + tl.zeros_like(blocks)
+    inverse = eye + tl.zeros_like(blocks)
     done = 0
     while done < num_levels:
+        # A row is final once its ancestors were: from then on it comes out the same. What rows below it hold is finite,
+        # not larger than (1 + |A|)^15, and meets only zeros.
+        inverse = eye - tl.dot(blocks, inverse, input_precision="ieee")
         done += 1
-        # Rows below the current level stay zero, so that nothing unfinished is ever multiplied.
-        following = eye - tl.dot(blocks, inverse, input_precision="ieee")
-        inverse = tl.where(level[:, :, None] <= done, following, 0.0)
     return inverse
 
 

@@ -19,7 +19,7 @@ L2_EPS = tl.constexpr(1e-6)
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit(
     do_not_specialize=["num_seqs", "num_rows", "num_slots", "num_words", "path_width", "capacity"],
-    do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold"],
+    do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold", "held"],
 )
 @no_type_check
 def gdn_step(
@@ -35,6 +35,7 @@ def gdn_step(
     path_rows,
     path_lengths,
     fold,
+    held,
     num_seqs,
     num_rows,
     num_slots,
@@ -57,13 +58,13 @@ def gdn_step(
     past = history, pending, (path_rows, path_lengths, path_width)
     if x is None:
         if live:
-            commit_prior(state, past, fold, capacity, at, i_v, o_v, size)
+            commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size)
     else:
         first = tl.load(cu_rows + i_b).to(tl.int32)
         end = tl.load(cu_rows + i_b + 1, mask=i_b < num_seqs, other=0).to(tl.int32)
         if live:
             tree = ancestors, num_words, first, end
-            verify_tree(state, x, tree, out, record, past, fold, capacity, at, i_v, o_v, size)
+            verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v, o_v, size)
         else:
             zero_rows(out, first, tl.where(i_b < num_seqs, end, num_rows), i_hv, o_v, size)
 
@@ -82,11 +83,12 @@ def zero_rows(out, first, end, i_hv, o_v, size):
 
 @triton.jit
 @no_type_check
-def counts(past, at):
-    """Return how many rows the history and the path have."""
+def counts(past, held, at):
+    """Return how many rows the history and the path have; `held` has the former by sequence, or is None."""
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if past[0] is not None:
-        num_kept = tl.load(past[0].lengths + at[1]).to(tl.int32)
+        p_kept = past[0].lengths + at[1] if held is None else held + at[0]
+        num_kept = tl.load(p_kept).to(tl.int32)
     if past[1] is not None:
         num_accepted = tl.load(past[2][1] + at[0]).to(tl.int32)
     return num_kept, num_accepted
@@ -116,9 +118,9 @@ def append_path(past, newest, capacity, at, count, folds, i_v, o_v, size):
 
 @triton.jit
 @no_type_check
-def commit_prior(state, past, fold, capacity, at, i_v, o_v, size):
+def commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
-    count = counts(past, at)
+    count = counts(past, held, at)
     folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
@@ -152,14 +154,14 @@ def grams(x, i_h, first, m_row, size):
 
 @triton.jit
 @no_type_check
-def verify_tree(state, x, tree, out, record, past, fold, capacity, at, i_v, o_v, size):
+def verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v, o_v, size):
     """Do the step of a live sequence: eqs. 5-8 and 13-15 of docs/theory.md."""
     ancestors, num_words, first, end = tree
     # Before anything else, so that the state is on its way while the rows are solved among themselves.
     blocks = None
     if size.K <= 2 * size.BK:
         blocks = reading.load_state(state, at, o_v, size)
-    count = counts(past, at)
+    count = counts(past, held, at)
     folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)

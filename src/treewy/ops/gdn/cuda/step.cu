@@ -380,19 +380,10 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
     }
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
+        // What is added is summed apart: tensor cores cut off what does not fit, and a state would drift towards zero.
         float d[2][4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
-#if STATE_F32
-            float2 y = *(const float2 *)at;
-#else
-            u32 pair = *(const u32 *)at;
-            float2 y = make_float2(lo_of(pair), hi_of(pair));
-#endif
-            d[e >> 1][2 * (e & 1)] = x.carried * y.x;
-            d[e >> 1][2 * (e & 1) + 1] = x.carried * y.y;
-        }
+        for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = 0.f;
 #pragma unroll
         for (int h = 0; h < CHUNKS; ++h) {
             if (16 * h >= w.prior) break;
@@ -412,10 +403,13 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
+            const float d0 = d[e >> 1][2 * (e & 1)], d1 = d[e >> 1][2 * (e & 1) + 1];
 #if STATE_F32
-            *(float2 *)at = make_float2(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+            float2 y = *(const float2 *)at;
+            *(float2 *)at = make_float2(fmaf(x.carried, y.x, d0), fmaf(x.carried, y.y, d1));
 #else
-            *(u32 *)at = pack(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+            u32 y = *(const u32 *)at;
+            *(u32 *)at = pack(fmaf(x.carried, lo_of(y), d0), fmaf(x.carried, hi_of(y), d1));
 #endif
         }
     }

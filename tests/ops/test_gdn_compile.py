@@ -1,0 +1,36 @@
+"""The kernel of the gated delta rule compiles for every generation, as its entry launches it, within their shared memory."""
+
+import pytest
+
+from ops.compiling import SHARED_LIMIT
+from ops.specialise import compile_all
+
+CASES = {
+    "ring, 4 rows": {"archs": [90, 120]},
+    "reconstruct, 15 rows": {"rows": 15, "history": 0, "archs": [80, 90]},
+    "exact, 40 rows": {"rows": 40, "history": 0, "state": "float32", "exact": True, "archs": [120]},
+    "float32, K = 192, V = 96": {"dims": [192, 96], "dtype": "float32", "state": "float32", "archs": [90]},
+    "128 rows": {"rows": 128, "history": 0, "path": 0, "archs": [120]},
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all(list(CASES.values()))
+
+
+def test_it_compiles(compiled):
+    """One kernel per case and generation; on an H100 the state meets the rows in warp-group products."""
+    archs = [arch for case in CASES.values() for arch in case["archs"]]
+    assert [(one["kernel"], one["arch"]) for one in compiled] == [("gdn_step", arch) for arch in archs]
+    assert all(one["group_products"] > 0 for one in compiled if one["arch"] == 90)
+
+
+def test_shared_memory_fits(compiled):
+    """Tiles that a card has no room for would not launch."""
+    assert max(one["shared"] for one in compiled) <= SHARED_LIMIT
+
+
+def test_small_trees_do_not_spill(compiled):
+    """Stack is where registers go that a program had no room for."""
+    assert not [one for one in compiled[:4] if one["stack"] > 0]
