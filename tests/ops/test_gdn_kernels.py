@@ -60,7 +60,7 @@ def test_steps_are_the_walk(history, gate):
 
 @pytest.mark.parametrize("tree", [TWO_ARMS, DraftTree.chain(31)], ids=["two arms", "chain"])
 def test_hard_keys(tree):
-    """Fault F06: nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet on the way."""
+    """Fault F06: nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet."""
     stream = Stream(HARD._replace(heads=1, group=1), 4, 0, dtype=torch.float32, backend="triton")
     leaf = tree.path(tree.num_rows - 1)
     run(stream, [tree, SCATTERED, SCATTERED], [NONE, ([leaf, [], [0]], [0, 0, 0])], KERNEL_HARD_FLOAT32)

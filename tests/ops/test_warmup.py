@@ -18,6 +18,7 @@ from ops.buckets import Bucket
 from ops.whole_step import Sizes, WholeStep
 from treewy.errors import BackendError
 from treewy.ops import Facts, accept, conv, gdn, warmup
+from treewy.ops import tree as trees
 from treewy.ops.attention.kernels import geometry
 from treewy.ops.gdn import ledger
 from treewy.ops.gdn.cuda import entry
@@ -303,6 +304,20 @@ def test_warmup_compiles_sampling(drawn, weights, variants):
         drawn=drafts, slots=bucket.slots.int(), weights=weights, backend="triton",
     )  # fmt: skip
     assert {parts[0] for parts in variants} == {"accept_sampled_kernel", "accept_uniforms_kernel"}
+    assert variants <= warmed, min(variants - warmed)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 40])
+def test_warmup_compiles_tables_with_faults(num_seqs, variants):
+    facts = facts_of(MODEL, batch_sizes=[1, num_seqs], max_path=None, row_bounds=[33])
+    warmup(facts, rooms=["treewy.ops.tree.kernels"])
+    warmed = variants.copy()
+    variants.clear()
+    given = Bucket(num_seqs, 80, max_rows=33, device="cpu").tables
+    faults = torch.zeros(num_seqs, dtype=torch.int32)
+    made = trees.tables(given.parents, given.cu_rows, max_rows=33, faults=faults, backend="triton")
+    trees.paths(made, faults, backend="triton")
+    assert len(variants) == 2
     assert variants <= warmed, min(variants - warmed)
 
 

@@ -103,8 +103,8 @@ def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: Pack
 def warm(facts: Facts) -> None:
     """Compile the serving entry for every bucket, on sequences without a slot.
 
-    With no prior rows, with a path, and with a path and a history where there are any, `held` or not. Dims that the kernels do not have
-    are nothing to compile, nor is anything where another backend's kernel runs the delta rule.
+    With no prior rows, with a path, and with a path and a history where there are any; history rows looked up or `held`.
+    Dims that the kernels do not have are nothing to compile, nor is anything where another backend runs the delta rule.
     """
     if facts.gdn_backend != "triton" or not _has_dims(facts.key_dim, facts.value_dim):
         return
