@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from treewy.cache import POLICIES
+from treewy.cli import doctor
+from treewy.cli.doctor import Check
 from treewy.cli.main import main
 from treewy.cli.trials import TRIALS, Operands, Trial
 from treewy.errors import BackendError
@@ -328,6 +330,11 @@ def test_doctor_fails_where_a_backend_does(
     assert report["ops"]["conv.verify"] == {backend: "does not work", "cuda": "none"} | dict.fromkeys(others, "works")
     if fault == "it raises":
         assert "libsomething.so is not there" in {check["detail"] for check in report["checks"]}
+
+
+def test_doctor_calls_what_fails_on_one_device_broken() -> None:
+    tried = [Check("on cuda:0", True, ""), Check("on cuda:1", False, "")]
+    assert [doctor._word(True, tried), doctor._word(True, tried[:1])] == ["does not work", "works"]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.op)

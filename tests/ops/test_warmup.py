@@ -203,7 +203,7 @@ def test_warmup_compiles_what_steps_launch(name, variants):
 MODEL = Sizes(num_linear=1, num_softmax=1, num_seqs=3)
 STEPS = {
     "35B-A3B": MODEL,
-    "float32 states": MODEL._replace(state_dtype=torch.float32, max_rows=64, num_seqs=1, capacity=5),
+    "float32 states": MODEL._replace(state_dtype=torch.float32, max_rows=64, num_seqs=1, capacity=5, num_pages=256),
     "small trees, many": MODEL._replace(max_rows=4, num_seqs=40, max_path=4, num_slots=48),
     "float32, one KV head": MODEL._replace(
         dtype=torch.float32,
@@ -309,14 +309,14 @@ def test_warmup_compiles_sampling(drawn, weights, variants):
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 40])
 def test_warmup_compiles_tables_with_faults(num_seqs, variants):
-    facts = facts_of(MODEL, batch_sizes=[1, num_seqs], max_path=None, row_bounds=[33])
+    facts = facts_of(MODEL, batch_sizes=[1, num_seqs], max_path=5, row_bounds=[33])
     warmup(facts, rooms=["treewy.ops.tree.kernels"])
     warmed = variants.copy()
     variants.clear()
     given = Bucket(num_seqs, 80, max_rows=33, device="cpu").tables
     faults = torch.zeros(num_seqs, dtype=torch.int32)
     made = trees.tables(given.parents, given.cu_rows, max_rows=33, faults=faults, backend="triton")
-    trees.paths(made, faults, backend="triton")
+    trees.paths(made, faults, max_path=5, backend="triton")
     assert len(variants) == 2
     assert variants <= warmed, min(variants - warmed)
 

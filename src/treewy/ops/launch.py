@@ -27,26 +27,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if 0 in grid:
         return
     first = next(x for x in args if isinstance(x, torch.Tensor))
-    refuse_elsewhere(first.device)
+    if not (first.is_cuda or interpreted()):
+        raise BackendError(
+            f"Triton kernels must run on a GPU, or in Triton's interpreter; got operands on {first.device} and "
+            "TRITON_INTERPRET is not 1. Use backend='eager' on this device."
+        )
     LAUNCHES[name_of(kernel)] += 1
     if first.is_cuda:
         with torch.cuda.device(first.device):
             kernel[grid](*args, **options)
     else:
         kernel[grid](*args, **options)
-
-
-def refuse_elsewhere(device: torch.device) -> None:
-    """Refuse a device that Triton kernels do not run on.
-
-    Raises:
-        BackendError: it is no GPU, and kernels are not interpreted.
-    """
-    if not (device.type == "cuda" or interpreted()):
-        raise BackendError(
-            f"Triton kernels must run on a GPU, or in Triton's interpreter; got operands on {device} and "
-            "TRITON_INTERPRET is not 1. Use backend='eager' on this device."
-        )
 
 
 def name_of(kernel: Any) -> str:
