@@ -109,6 +109,15 @@ def test_refusals(backend, monkeypatch):
             call()
 
 
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(BackendError, match="'cuda'"):
-        ledger.choose_folds(ints([0]), ints([0]), ints([1], torch.int32), 8, backend="cuda")
+@pytest.mark.parametrize(
+    ("backend", "said"), [("cuda", r"gdn\.(choose_folds|settle) has no cuda kernel"), ("CUDA", "asked for 'CUDA'")]
+)
+def test_a_backend_that_is_not_there_is_refused(backend, said):
+    lengths, slots, paths = ints([0]), ints([0]), ints([1], torch.int32)
+    for call in (
+        lambda: ledger.choose_folds(lengths, slots, paths, 8, backend=backend),
+        lambda: ledger.settle(lengths, slots, paths, paths, backend=backend),
+    ):
+        with pytest.raises(BackendError, match=said):
+            call()
+    assert lengths.tolist() == [0]
