@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ops import cuda_on_cpu
-from ops.serving import Spec, cast, paths_of, poisoned_history, projections
+from ops.serving import Spec, cast, paths_of, poisoned_history, projections, settle
 from treewy.ops import gdn
 from treewy.ops.gdn.cuda.variant import Variant
 from treewy.packed import TreeTables, pack
@@ -51,19 +51,24 @@ class Step(NamedTuple):
         cuda_on_cpu.commit_verify(done.x, done.state, done.slots, self.tree, prior, out, self.variant, **options)
         return done
 
-    def defined(self) -> "Step":
-        """Return what the definition makes of it, in float64; its history has room for every path."""
-        prior, history = self.prior, self.prior and self.prior.history
+    def defined(self, folded: torch.Tensor) -> "Step":
+        """Return what the definition makes of it, in float64; its history has room for every path.
+
+        The trees start from `folded`, the kernel's own states: that they were rounded is no error of the rows.
+        """
+        prior, state = self.prior, self.state.double()
+        x = cast(self.x, torch.float64)
+        x = gdn.Projections(*(part.nan_to_num() for part in x[:7]), x.beta_scale)
+        committed = None
         if prior is not None:
-            if history is not None:
-                room = [torch.zeros(part.shape[0], RECORDED, *part.shape[2:]).double() for part in history[:4]]
-                parts = (torch.cat([part.double(), more], 1) for part, more in zip(history[:4], room, strict=True))
-                history = gdn.History(*parts, history.lengths)
             record = prior.record and gdn.Record(*(part.double() for part in prior.record))
-            prior = prior._replace(history=history, record=record)
-        x, state = cast(self.x, torch.float64), self.state.double()
-        clean = gdn.Projections(*(part.nan_to_num() for part in x[:7]), x.beta_scale)
-        out = gdn.commit_verify(clean, state, self.slots, self.tree, prior=prior, backend="eager")
+            prior = prior._replace(history=prior.history and _roomy(prior.history), record=record)
+            empty = self.tree._replace(cu_rows=torch.zeros_like(self.tree.cu_rows))
+            gdn.commit_verify(x, state, self.slots, empty, prior=prior, backend="eager")
+            if prior.history is not None:
+                committed = prior._replace(record=None, path=None, fold=torch.zeros_like(prior.fold))
+                settle(prior.history, self.slots, prior)
+        out = gdn.commit_verify(x, folded.double(), self.slots, self.tree, prior=committed, backend="eager")
         return self._replace(state=state, prior=prior, out=out)
 
     def rows(self, seq: int) -> slice:
@@ -91,6 +96,13 @@ def step(
     slots = torch.tensor([-1 if seq.inert else count - i for i, seq in enumerate(seqs)], dtype=torch.int32)
     prior = _prior(seqs, slots, variant, places, spec, generator)
     return Step(seqs, x, state, slots, tree, prior, _blank(tree.num_rows, spec, variant), variant)
+
+
+def _roomy(history: gdn.History) -> gdn.History:
+    """Return a float64 copy with places for one more path."""
+    room = [part.new_zeros(part.shape[0], RECORDED, *part.shape[2:]) for part in history[:4]]
+    parts = (torch.cat([part, more], 1).double() for part, more in zip(history[:4], room, strict=True))
+    return gdn.History(*parts, history.lengths.clone())
 
 
 def _fused(x: gdn.Projections) -> gdn.Projections:
