@@ -157,6 +157,26 @@ def test_strong_gates(name, gate):
     assert same_bits(done.state, before.state)
 
 
+@pytest.mark.parametrize("name", ["4", "16"])
+def test_other_operands(name):
+    """Gates in bfloat16, keys that stay where they are, lengths gathered before, and a slot past the pool."""
+    variant = VARIANTS[name]
+    first, second, third = TREES[variant.bt]
+    seqs = [Seq(first, held=2, path=(0, 4)), Seq(second, held=4, fold=1), Seq(third, inert=True)]
+    before = step(seqs, variant, places=8, seed=7)
+    narrow = {gate: getattr(before.x, gate).bfloat16() for gate in "ab"}
+    held = torch.tensor([2, 4, 0], dtype=torch.int32)
+    before = before._replace(x=before.x._replace(**narrow), prior=before.prior._replace(held=held))
+    check(before)
+    far = before._replace(slots=torch.where(before.slots < 0, len(before.state), before.slots))
+    done, same = far.run(stay=True), before.run()
+    rows = before.tree.cu_rows[2]
+    assert not done.out.o[rows:].count_nonzero()
+    assert same_bits(done.out.o, same.out.o)
+    assert same_bits(done.state, same.state)
+    assert done.out.record.k.data_ptr() == before.x.k.data_ptr()
+
+
 def test_full_prior_rows():
     """48 prior rows, two and a half chunks and three, kept and folded."""
     long = tuple(range(8))

@@ -51,35 +51,42 @@ def commit_verify(
     assert isinstance(record, Record)
     entry.check_operands(x, state, out.o, record)
     group = state.shape[1] // x.k.shape[1]
-    params = entry.Params(
-        num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1
-    )
+    params = entry.Params(num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1)
     keep: list[Tensor] = []
     entry._set_operands(params, x, state, slots, tree, keep)
     entry._set_prior(params, prior, keep)
     entry._set_out(params, x, out.o, record)
     grid = (state.shape[1] * variant.value_blocks, tree.num_seqs)
-    wrong = _library(SOURCE.read_text(), variant).run(ctypes.byref(params), *grid, int(backwards))
-    assert wrong is None, f"The kernel {variant} went wrong: {wrong.decode()}"
+    launch(build(SOURCE.read_text(), tuple(variant.macros().items())), grid, params, backwards=backwards)
+
+
+def launch(library: ctypes.CDLL, grid: tuple[int, int], params: ctypes.Structure, *, backwards: bool = False) -> None:
+    """Run a kernel over a grid.
+
+    Raises:
+        AssertionError: it did what a GPU leaves undefined.
+    """
+    wrong = library.run(ctypes.byref(params), *grid, int(backwards))
+    assert wrong is None, f"The kernel went wrong in {wrong.decode()}"
 
 
 @cache
-def _library(source: str, variant: Variant) -> ctypes.CDLL:
-    """Return the kernel compiled for this machine's CPU."""
+def build(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """Return a kernel `gdn_step(Params)` compiled for this machine's CPU; NW and SHARED_BYTES must be among the macros."""
     compiler = shutil.which("g++")
     assert compiler, "These tests compile the CUDA kernel for the CPU; found no g++ on the path. Install it."
-    name = Path(BUILDS.name) / f"step{_library.cache_info().misses}"
+    name = Path(BUILDS.name) / f"step{build.cache_info().misses}"
     kernel, built, linked = (name.with_suffix(suffix) for suffix in (".cu", ".o", ".so"))
     kernel.write_text(source)
-    macros = [f"-D{macro}={value}" for macro, value in variant.macros().items()]
+    defined = [f"-D{macro}={value}" for macro, value in macros]
     # Linked in a second step: with the checks named there, it would ask for a library of theirs.
     for arguments in (
-        [*OPTIONS, *CHECKS, *macros, f'-DKERNEL="{kernel}"', "-c", HERE / "run.cpp", "-o", built],
+        [*OPTIONS, *CHECKS, *defined, f'-DKERNEL="{kernel}"', "-c", HERE / "run.cpp", "-o", built],
         ["-shared", built, "-o", linked],
     ):
         done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
-        assert not done.returncode, f"g++ refuses the kernel {variant}:\n{done.stderr}"
+        assert not done.returncode, f"g++ refuses the kernel with {dict(macros)}:\n{done.stderr}"
     library = ctypes.CDLL(str(linked))
-    library.run.argtypes = [ctypes.POINTER(entry.Params), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     library.run.restype = ctypes.c_char_p
     return library

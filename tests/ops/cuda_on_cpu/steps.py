@@ -41,12 +41,14 @@ class Step(NamedTuple):
     out: gdn.Verified
     variant: Variant
 
-    def run(self, **options) -> "Step":
-        """Run the kernel on a copy and return that."""
+    def run(self, *, stay: bool = False, **options) -> "Step":
+        """Run the kernel on a copy and return that; keys that `stay` are their own record."""
         prior, history = self.prior, self.prior and self.prior.history
         if prior is not None and history is not None:
             prior = prior._replace(history=gdn.History(*(part.clone() for part in history)))
         out = gdn.Verified(self.out.o.clone(), gdn.Record(*(part.clone() for part in self.out.record)))
+        if stay:
+            out = out._replace(record=out.record._replace(k=self.x.k))
         done = self._replace(state=self.state.clone(), prior=prior, out=out)
         cuda_on_cpu.commit_verify(done.x, done.state, done.slots, self.tree, prior, out, self.variant, **options)
         return done
@@ -112,9 +114,7 @@ def _fused(x: gdn.Projections) -> gdn.Projections:
     rows = torch.nn.functional.pad(rows, (8, 16))
     q, k, v = (
         part.unflatten(1, like.shape[1:])
-        for part, like in zip(
-            rows[:, 8:-16].split([y[0].numel() for y in (q, k, v)], 1), (q, k, v), strict=True
-        )
+        for part, like in zip(rows[:, 8:-16].split([y[0].numel() for y in (q, k, v)], 1), (q, k, v), strict=True)
     )
     a, b = torch.cat([x.a, x.b], 1).float().split(x.a.shape[1], 1)
     return gdn.Projections(q, k, v, a, b, x.a_log.float(), x.dt_bias.float(), x.beta_scale)
