@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ops import cuda_on_cpu
 from ops.cuda_on_cpu.steps import LAYER, Seq, step
 from tolerances import (
     CUDA_EXACT,
@@ -12,7 +11,7 @@ from tolerances import (
     FLOAT32_PATH_SUM,
     TWO_FLOAT32,
 )
-from treewy.ops.gdn.cuda.variant import SOURCE, Variant
+from treewy.ops.gdn.cuda.variant import Variant
 from treewy.tree import DraftTree
 
 # bt, nw, mt, state_f32, u_f32, parts, exact, pmax, min_blocks
