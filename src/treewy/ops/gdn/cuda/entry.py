@@ -126,6 +126,11 @@ def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
         raise BackendError(
             f"The CUDA kernel must run on a GPU; got operands on {state.device}. Use backend='eager' there."
         )
+    check_operands(x, state, o, record)
+
+
+def check_operands(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
+    """Refuse what the kernel could not read, wherever it lies; see `check`."""
     if state.shape[2:] != (DIM, DIM):
         raise UnsupportedError(
             f"The CUDA kernel takes heads of {DIM} keys and {DIM} values; got state {tuple(state.shape)}. "
