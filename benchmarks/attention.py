@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from treewy.bench.environment import environment
 from treewy.ops import attention, launch
 from treewy.ops.attention import Paged, kernels
 from treewy.ops.attention.kernels.geometry import CHUNKING, Chunking, Geometry
@@ -276,7 +277,9 @@ def main() -> None:
             print(json.dumps(lines[-1]), flush=True)
         torch.cuda.empty_cache()
     if given.json:
+        header = {"benchmark": "attention", "environment": environment(torch.device("cuda"), seed=0, also=("vllm",))}
         with open(given.json, "w") as file:
+            file.write(json.dumps(header) + "\n")
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 

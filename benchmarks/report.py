@@ -33,7 +33,14 @@ def tables() -> str:
     heldout = "".join(_table(rows) for rows in _results("heldout*") if rows[0]["num_prompts"] >= MIN_PROMPTS)
     sampled = "".join(map(_sampled_table, _results("sampled")))
     engine = "".join(_engine_table(report) for (report,) in _results("engine*"))
-    return heldout + sampled + engine + "".join(_ops_table(first, lines) for first, *lines in _results("ops*"))
+    ops = "".join(_ops_table(first, lines) for first, *lines in _results("ops*"))
+    return (
+        heldout
+        + sampled
+        + engine
+        + ops
+        + "".join(_attention_table(first, lines) for first, *lines in _results("attention*"))
+    )
 
 
 def _results(pattern: str) -> list[list[dict[str, Any]]]:
@@ -115,13 +122,31 @@ def _engine_line(name: str, x: dict[str, Any]) -> str:
 
 
 def _ops_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
-    """Return times of the kernels; what was not timed stands below with its reason."""
+    """Return the kernels that are held against something; what was not timed stands below with its reason."""
     from treewy.bench.ops.report import COLUMNS, notes, table_rows, title_of
 
-    title = f"Kernels, {title_of(first)} ({_command(first['environment'])}). Times are microseconds of one layer.\n\n"
+    title = f"Kernels, {title_of(first)} ({_command(first['environment'])}). Times are microseconds of one layer."
+    remark = f" Here {first['remark']}." if "remark" in first else ""
     header = f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|\n"
-    rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table_rows(lines))
-    return title + header + rows + "\n" + "".join(f"- {note}\n" for note in notes(lines)) + "\n"
+    judged = [line for line in lines if line["bars"] or line["us"] is None]
+    rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table_rows(judged))
+    folded = f"<details><summary>{len(judged)} rows</summary>\n\n{header}{rows}\n</details>\n\n"
+    return f"{title}{remark}\n\n{folded}" + "".join(f"- {note}\n" for note in notes(lines))
+
+
+def _attention_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+    """Return tree attention beside FlashAttention-3 on as many causal rows."""
+    title = (
+        f"Tree attention, 16 query and 2 KV heads of 256, pages of 16, bfloat16, {first['environment']['device']} "
+        f"({_command(first['environment'])}): microseconds, and times FlashAttention-3's on as many causal rows.\n\n"
+    )
+    header = "| prefix | sequences | rows | us | FlashAttention-3 us | x |\n" + "|---" * 6 + "|\n"
+    rows = "".join(
+        f"| {x['length']} | {x['batch']} | {x['rows']} | {x['us']['ours']:.1f} "
+        f"| {min(us for name, us in x['us'].items() if name.startswith('fa3')):.1f} | {x['ratio']:.2f} |\n"
+        for x in lines
+    )
+    return f"{title}{header}{rows}\n"
 
 
 def _line(row: dict[str, Any]) -> str:

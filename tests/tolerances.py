@@ -113,3 +113,14 @@ KERNEL_FAST = 5e-3
 
 # Fast mode on nearly equal keys, over a path whose inverse is exact and applied in bfloat16.
 KERNEL_HARD_FAST = 2.0
+
+# The CUDA kernel against float64 on the same operands, relative Frobenius norm of one sequence. Fast: products of
+# bfloat16 operands, several roundings of 2**-9 in a row, and the output's. Exact: float32 throughout.
+CUDA_FAST = 6e-3
+CUDA_EXACT = 1e-6
+
+# A bfloat16 state after a fold: rounded once, 2**-9 of each element at most.
+CUDA_FOLD_BFLOAT16 = 3e-3
+
+# Path sums in double of log decays that are each a float32 exp and log1p.
+FLOAT32_PATH_SUM = 1e-6

@@ -30,7 +30,7 @@ def test_hard_keys_are_hard(chains):
     g, beta = finish_gates(x.a, x.b, x.a_log, x.dt_bias, beta_scale=x.beta_scale)
     assert g.exp().min() == 1
     assert beta.min() == beta.max() == 2
-    assert len(x.v) == 65
+    assert len(x.v) == 64
 
 
 @pytest.mark.parametrize("keys", ["ordinary", "hard"])

@@ -9,10 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from treewy.cache import POLICIES
+from treewy.cli import doctor
+from treewy.cli.doctor import Check
 from treewy.cli.main import main
+from treewy.cli.trials import TRIALS, Operands, Trial
+from treewy.errors import BackendError
 from treewy.hf.checkpoint import SHIPPED
+from treewy.ops.dispatch import BACKENDS
 
 KEYS = {
     "text",
@@ -268,16 +274,94 @@ def test_tokens_are_coloured_by_kind_on_a_terminal() -> None:
 
 
 def test_doctor_tries_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every backend of every op that should work here: here, Triton's interpreter stands for a GPU."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {check["name"] for check in report["checks"]} >= {"ops.gdn eager on cpu", "shipped checkpoint"}
+    tried = {check["name"] for check in report["checks"]}
     assert all(check["works"] for check in report["checks"])
+    assert "shipped checkpoint" in tried
+    for trial in TRIALS:
+        words = report["ops"][trial.op]
+        assert list(words) == list(BACKENDS)
+        for backend in ("eager", "reference", "triton"):
+            assert words[backend] == "works"
+            assert f"ops.{trial.op} {backend} on cpu" in tried
+        if trial.op != "gdn.commit_verify":
+            assert words["cuda"] == "none"
+    word = "works" if torch.cuda.is_available() else "needs a GPU"
+    assert report["ops"]["gdn.commit_verify"]["cuda"] == word
+    on_gpus = {f"ops.gdn.commit_verify cuda on cuda:{i}" for i in range(torch.cuda.device_count())}
+    assert {name for name in tried if " cuda on " in name} == on_gpus
+
+
+def test_doctor_needs_no_gpu_and_no_interpreter() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = run_process("doctor", "--json", env=environment | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {words["triton"] for words in report["ops"].values()} == {"needs a GPU"}
+    assert report["ops"]["gdn.commit_verify"]["cuda"] == "needs a GPU"
+    assert not [check for check in report["checks"] if "triton" in check["name"] or "cuda" in check["name"]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
+@pytest.mark.parametrize("fault", ["it raises", "it is wrong", "it is not a number"])
+def test_doctor_fails_where_a_backend_does(
+    backend: str, fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = TRIALS[1]
+
+    def run(asked: str, on: Operands) -> torch.Tensor:
+        if asked != backend:
+            return sound.run(asked, on)
+        if fault == "it raises":
+            raise OSError("libsomething.so is not there\nand more")
+        return sound.run(asked, on) * (float("nan") if fault == "it is not a number" else 1.001)
+
+    def define(on: Operands) -> torch.Tensor:
+        return sound.run("reference", on)
+
+    monkeypatch.setattr("treewy.cli.trials.TRIALS", [sound._replace(run=run, define=define)])
+    assert main(["doctor", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert f"ops.conv.verify {backend} on cpu does not" in shown.err
+    report = json.loads(shown.out)
+    others = {"eager", "reference", "triton"} - {backend}
+    assert report["ops"]["conv.verify"] == {backend: "does not work", "cuda": "none"} | dict.fromkeys(others, "works")
+    if fault == "it raises":
+        assert "libsomething.so is not there" in {check["detail"] for check in report["checks"]}
+
+
+def test_doctor_calls_what_fails_on_one_device_broken() -> None:
+    tried = [Check("on cuda:0", True, ""), Check("on cuda:1", False, "")]
+    assert [doctor._word(True, tried), doctor._word(True, tried[:1])] == ["does not work", "works"]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.op)
+def test_doctor_knows_which_backends_an_op_has(trial: Trial) -> None:
+    for backend in set(BACKENDS) - set(trial.backends):
+        with pytest.raises(BackendError, match=f"has no {backend} kernel"):
+            trial.run(backend, Operands("cpu", torch.float32))
+    for backend in trial.kernels:
+        if backend == "cuda":
+            with pytest.raises(BackendError, match="must run on a GPU"):
+                trial.run(backend, Operands("cpu", torch.bfloat16))
+        else:
+            trial.run(backend, Operands("cpu", torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.op)
+def test_every_backend_of_every_op_works_on_a_gpu(trial: Trial) -> None:
+    for backend in trial.backends:
+        assert trial.error(backend, "cuda:0") <= trial.bound_of(backend)
 
 
 def test_doctor_says_what_does_not_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("treewy.hf.checkpoint.SHIPPED", tmp_path)
+    monkeypatch.setattr("treewy.cli.trials.TRIALS", ())
     assert main(["doctor"]) == 1
     assert "shipped checkpoint" in capsys.readouterr().err
 

@@ -32,7 +32,13 @@ class Mutation(NamedTuple):
     why: str = ""
 
 
-MUTATIONS = {label: Mutation(**entry["mutation"]) for label, entry in INDEX.items() if "mutation" in entry}
+# By label; where the fault sits in a kernel as well, that one by label and " kernel".
+MUTATIONS = {
+    name: Mutation(**entry[key])
+    for label, entry in INDEX.items()
+    for name, key in ((label, "mutation"), (f"{label} kernel", "kernel"))
+    if key in entry
+}
 
 
 def mutated(mutation: Mutation) -> str:

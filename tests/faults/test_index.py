@@ -55,18 +55,19 @@ def test_no_report_is_missing() -> None:
 
 @pytest.mark.parametrize("label", INDEX)
 def test_a_fault_has_tests_that_name_it_or_a_reason(label: str) -> None:
-    """Either tests and a mutation that one of them catches, or what they wait for."""
+    """Either tests and mutations, each caught by one of them, or what they wait for."""
     entry = INDEX[label]
     assert entry.keys() in (
         {"symptom", "right", "source", "tests", "mutation"},
+        {"symptom", "right", "source", "tests", "mutation", "kernel"},
         {"symptom", "right", "source", "later"},
     )
     assert all(entry.values())
     assert entry["source"].startswith("https://")
     for test in entry.get("tests", []):
         assert label in labels_of_tests()[test]
-    if label in MUTATIONS:
-        assert MUTATIONS[label].caught_by.partition("[")[0] in entry["tests"]
+    for name in MUTATIONS.keys() & {label, f"{label} kernel"}:
+        assert MUTATIONS[name].caught_by.partition("[")[0] in entry["tests"]
 
 
 def test_every_test_that_names_a_fault_is_in_the_index() -> None:

@@ -5,14 +5,10 @@ compiled for an architecture instead of run. Needs a process without Triton's in
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
-TESTS = Path(__file__).parents[1]
-SOURCE = TESTS.parent / "src"
+from ops.compiling import run_apart
 
 # Bytes of shared memory that a program may have: RTX 30 to 50 have 99 KB, H100 and H200 227 KB.
 SHARED = {80: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -29,29 +25,7 @@ class Figures(NamedTuple):
 
 def compile_all() -> list[Figures]:
     """Compile every case of `main` in a fresh process."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(TESTS)])
-    command = [sys.executable, "-m", "ops.attention_compile"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    return [Figures(*one) for one in json.loads(result.stdout.splitlines()[-1])]
-
-
-def shared_memory(kernel, args, options, arch: int) -> int:
-    """Specialise and compile one launch; return the bytes of shared memory that it takes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
-        *args, **options
-    )
-    parsed, signature, constants, attributes = kernel._pack_args(backend, rest, bound, specialization, rest)
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__).metadata.shared
+    return [Figures(*one) for one in run_apart("ops.attention_compile", None)]
 
 
 def steps(num_seqs: int, rows: int, max_places: int, head_dim: int, dtype, *, group: int = 8, page: int = 16):
@@ -78,6 +52,7 @@ def main() -> None:
     """Compile the steps of each case for each architecture, every kernel once per variant."""
     import torch
 
+    from ops.specialise import compile_launch
     from treewy.ops.attention import kernels
 
     figures, seen = [], set()
@@ -96,7 +71,7 @@ def main() -> None:
                 variant = (arch, kernel.fn.__name__, case[3:], *sorted(options.items()))
                 if variant not in seen:
                     seen.add(variant)
-                    shared = shared_memory(kernel, args, options, arch)
+                    shared = compile_launch(kernel, args, options, arch)["shared"]
                     figures.append(Figures(kernel.fn.__name__, str(case), arch, shared))
 
             kernels.launch = record

@@ -66,13 +66,22 @@ def compile_all(cases: Sequence[Case], archs: Sequence[int] = ARCHS) -> list[Com
     Raises:
         AssertionError: one does not compile; the message ends with what the compiler said.
     """
+    request = {"archs": list(archs), "cases": [case._asdict() for case in cases]}
+    return [Compiled(*one) for one in run_apart("ops.compiling", request)]
+
+
+def run_apart(module: str, request: Any) -> Any:
+    """Run a module without the interpreter, in a fresh process: JSON in, JSON out, on the last line that it writes.
+
+    Raises:
+        AssertionError: it fails; the message ends with what it said.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(TESTS)])
-    request = json.dumps({"archs": list(archs), "cases": [case._asdict() for case in cases]})
-    command = [sys.executable, "-m", "ops.compiling"]
-    result = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, check=False)
+    command, asked = [sys.executable, "-m", module], json.dumps(request)
+    result = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    return [Compiled(*one) for one in json.loads(result.stdout.splitlines()[-1])]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def compile_one(case: Case, arch: int) -> Compiled:

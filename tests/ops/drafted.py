@@ -78,7 +78,7 @@ def make(
             if children and rng.random() < share_drawn:
                 law_of_row[start + row] = len(laws)
                 laws.append(_law(rng, logits[start + row], max_support))
-                tokens[children] = _siblings(rng, laws[-1], len(children))
+                tokens[children] = siblings(rng, laws[-1], len(children))
             elif children:
                 tokens[children] = np.argsort(-logits[start + row], kind="stable")[: len(children)][
                     np.arange(len(children)) % vocab
@@ -96,7 +96,7 @@ def make(
 
 
 def _tree(rng: np.random.Generator, num_rows: int) -> DraftTree:
-    reach = int(rng.choice([1, 2, 4]))
+    reach = int(rng.choice([1, 2, 4, num_rows]))
     return DraftTree([-1] + [int(rng.integers(max(0, row - reach), row)) for row in range(1, num_rows)])
 
 
@@ -118,7 +118,8 @@ def _law(rng: np.random.Generator, logits: np.ndarray, max_support: int | None) 
     return weights / weights.sum()
 
 
-def _siblings(rng: np.random.Generator, law: np.ndarray, num: int) -> list[int]:
+def siblings(rng: np.random.Generator, law: np.ndarray, num: int) -> list[int]:
+    """Draw without replacement; once the law is used up, anything."""
     left, taken = law.copy(), []
     for _ in range(num):
         spent = not left.sum() > 0

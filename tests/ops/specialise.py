@@ -1,4 +1,4 @@
-"""Compiling what the serving entry launches, specialised as on a GPU, without one.
+"""Compiling what an entry launches, specialised as on a GPU, without one; and what the serving entry of gdn launches.
 
 The entry itself runs on CPU tensors up to its launch. There the kernel is bound, specialised and compiled for each
 architecture as Triton does before a first launch, and not run. Tests call `compile_all`, whose process of its own
@@ -6,17 +6,13 @@ architecture as Triton does before a first launch, and not run. Tests call `comp
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-TESTS = Path(__file__).parents[1]
-SOURCE = TESTS.parent / "src"
+from ops.compiling import run_apart, usage
 
 
 def compile_all(cases: Sequence[dict]) -> list[dict]:
@@ -25,14 +21,7 @@ def compile_all(cases: Sequence[dict]) -> list[dict]:
     Raises:
         AssertionError: one does not compile; the message ends with what the compiler said.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(TESTS)])
-    command = [sys.executable, "-m", "ops.specialise"]
-    result = subprocess.run(
-        command, input=json.dumps(list(cases)), capture_output=True, text=True, env=environment, check=False
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return run_apart("ops.specialise", list(cases))
 
 
 def launch_of(case: dict) -> tuple[Any, tuple, dict]:
@@ -76,16 +65,13 @@ def launch_of(case: dict) -> tuple[Any, tuple, dict]:
     return launches[0]
 
 
-def compile_one(case: dict, arch: int) -> dict:
-    """Compile in this process, which must not have Triton in its interpreter."""
+def compile_launch(kernel: Any, args: tuple, options: dict, arch: int) -> dict:
+    """Specialise and compile one launch in this process, which must not have Triton in its interpreter."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from ops.compiling import usage
-
-    kernel, args, options = launch_of(case)
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
@@ -105,5 +91,5 @@ def compile_one(case: dict, arch: int) -> dict:
 
 
 if __name__ == "__main__":
-    everything = [compile_one(case, arch) for case in json.load(sys.stdin) for arch in case["archs"]]
+    everything = [compile_launch(*launch_of(case), arch) for case in json.load(sys.stdin) for arch in case["archs"]]
     sys.stdout.write("\n" + json.dumps(everything) + "\n")

@@ -7,7 +7,7 @@ import torch
 from ops import drafted
 from ops.compiling import Case, compile_all
 from treewy import accept as rules
-from treewy.errors import ShapeError, TreeError, UnsupportedError
+from treewy.errors import BackendError, ShapeError, TreeError, UnsupportedError
 from treewy.ops import accept, tree
 from treewy.ops.accept import Ending, kernels
 from treewy.ops.launch import LAUNCHES
@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.usefixtures("small_blocks")
 def test_greedy_walks_are_those_of_the_rule(backend):
-    """Faults G05 and G13: ragged batches with padding, slots of -1, twins, walks of every length, cut or not."""
+    """Ragged batches with padding, slots of -1, twins, walks of every length, cut or not."""
     lengths = []
     for seed in range(25):
         batch = drafted.make(seed, num_seqs=seed % 4, vocab=5 + seed, num_levels=4 if seed % 3 else None)
@@ -93,9 +93,9 @@ def test_what_a_walk_says_of_its_end(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [16, VOCAB])
 def test_ties_go_to_the_lowest_id(backend, dtype, vocab):
-    """Fault F13: logits equal at 5, 9 and the last id give 5; the last alone is found as well."""
+    """Logits equal at 5, 9, the last id, and in the same place of every block give 5; the last alone is found."""
     logits = torch.full((2, vocab), -1.0, dtype=dtype)
-    logits[0, [5, 9, vocab - 1]] = 2.0
+    logits[0, [5, 9, vocab - 1, *range(5, vocab, 4096)]] = 2.0
     logits[1, vocab - 1] = 2.0
     assert accept.choices(logits, backend=backend).tolist() == [5, vocab - 1]
 
@@ -104,7 +104,7 @@ def test_ties_go_to_the_lowest_id(backend, dtype, vocab):
 @pytest.mark.parametrize("place", [0, 3, 10, 29])
 @pytest.mark.usefixtures("small_blocks")
 def test_logits_that_say_nothing(backend, place):
-    """Fault F10: a NaN anywhere, an infinite maximum, or no finite logit give no token; minus infinity is a logit."""
+    """A NaN anywhere, an infinite maximum, or no finite logit give no token; minus infinity is a logit."""
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0))
     logits[0, place], logits[1, place], logits[2, place] = float("nan"), float("inf"), float("-inf")
     logits[3], logits[4] = float("-inf"), float("nan")
@@ -114,7 +114,7 @@ def test_logits_that_say_nothing(backend, place):
     law = accept.request_laws([Law(), None] * 3)
     got = accept.sampled(tables, tokens, logits, law, torch.full((6, 1), 0.5), backend=backend)
     assert (got.endings == Ending.NOT_FINITE).tolist() == [token < 0 for token in want]
-    assert got.lengths.tolist() == got.lengths.tolist() == [int(token >= 0) for token in want]
+    assert got.lengths.tolist() == [int(token >= 0) for token in want]
     assert got.num_used.tolist() == [0, 0, 1, 0, 0, 0]
 
 
@@ -132,7 +132,7 @@ def test_rows_that_nobody_owns_are_not_read(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_placeholder_is_never_accepted(backend):
-    """Fault H16: draft token -1 stands for nothing, also where the choice is none. The host refuses such drafts."""
+    """Draft token -1 stands for nothing, also where the choice is none. The host refuses such drafts."""
     tables, tokens = operands(chain(1, 2, 3))
     tokens[1] = -1
     for choice in (-1, 0):
@@ -151,7 +151,7 @@ def test_a_placeholder_is_never_accepted(backend):
 @pytest.mark.parametrize(("backend", "seeds"), [("eager", 200), ("triton", 24)])
 @pytest.mark.usefixtures("small_blocks")
 def test_sampled_walks_are_those_of_the_rule(backend, seeds):
-    """Faults H08 and H15: drawn and chosen children, laws used up, every mix of filters, with the same numbers."""
+    """Drawn and chosen children, laws used up, every mix of filters, with the same numbers."""
     lengths, num_fallen = [], 0
     for seed in range(seeds):
         batch = drafted.make(
@@ -167,6 +167,29 @@ def test_sampled_walks_are_those_of_the_rule(backend, seeds):
         num_fallen += int((got.num_used > got.lengths).sum())
     assert max(lengths) >= 4, "no walk went deep: the test shows little"
     assert num_fallen > seeds / 5, "too few siblings fell: the test shows little"
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_siblings_that_fall():
+    """Five siblings, each tested against what the ones before it left; then a draw from what all left."""
+    rng, num, vocab = np.random.default_rng(4), 40, 9
+    laws, tokens = rng.dirichlet(np.full(vocab, 2.0), num), np.zeros((num, 6), dtype=int)
+    laws[::4] = np.where(np.argsort(np.argsort(laws[::4])) > 5, laws[::4], 0)
+    laws /= laws.sum(1, keepdims=True)
+    for seq in range(num):
+        tokens[seq, 1:] = drafted.siblings(rng, laws[seq], 5)
+    tables, tokens = operands(*[DraftTree([-1, 0, 0, 0, 0, 0]).with_tokens(row) for row in tokens.tolist()])
+    logits = torch.tensor(np.log(rng.dirichlet(np.full(vocab, 2.0), num)), dtype=torch.float32).repeat_interleave(6, 0)
+    law_of_row = torch.where(torch.arange(6 * num) % 6 == 0, torch.arange(6 * num) // 6, -1).int()
+    # Large numbers: drafts fall until hardly anything is left.
+    numbers, drawn = torch.tensor(rng.uniform(0.4, 1, (num, 6))), accept.DrawnLaws(torch.tensor(laws), law_of_row)
+    requests = accept.request_laws([Law(), Law(top_k=7)] * (num // 2))
+    got, want = (
+        accept.sampled(tables, tokens, logits, requests, numbers, drawn=drawn, max_path=1, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert_same(got, want)
+    assert len(set(got.num_used.tolist())) == 6, "not every number of fallen siblings occurs"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,7 +228,7 @@ def test_they_are_those_of_accept_sampled(backend, num_drafts):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chosen_drafts_change_no_token_and_no_number(backend):
-    """Fault H12: one number per token, with drafts, without, with good ones and bad; greedy requests take none."""
+    """One number per token, with drafts, without, with good ones and bad; greedy requests take none."""
     rng, vocab = np.random.default_rng(8), 6
     logits = torch.tensor(rng.normal(size=(8, vocab)), dtype=torch.float32)
     numbers = torch.tensor(rng.random((1, 8)))
@@ -314,7 +337,7 @@ def test_only_rows_on_the_way_are_read(backend):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_neighbours_change_nothing():
-    """Fault D-kind: a sequence alone, in the batch, and with more room has one outcome."""
+    """A sequence alone and in the batch has one outcome."""
     batch = drafted.make(2, num_seqs=3, vocab=10)
     want = batch.sampled(backend="triton", slots=None)
     tables = batch.tree.tables
@@ -376,7 +399,7 @@ def test_a_token_of_weight_0_is_never_drawn(backend, number):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stream_is_the_hosts(backend):
-    """Faults H05 and H10: the numbers of a seed, from any position; those of drafts are others."""
+    """The numbers of a seed, from any position; those of drafts are others."""
     streams = [Stream(seed, purpose) for seed in (0, 1, 2**70) for purpose in (DRAFT, ACCEPT)]
     keys = torch.tensor([stream.key for stream in streams])
     positions = torch.tensor([0, 1, 2, 3, 4, 1001])
@@ -402,7 +425,7 @@ def test_a_batch_of_none(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_buffers_are_written_whole(backend):
-    """Fault C10: what a longer walk left is gone, also where a sequence has no slot."""
+    """What a longer walk left is gone, also where a sequence has no slot."""
     batch = drafted.make(5, num_seqs=3, vocab=12)
     out = accept.empty(3, batch.tree.max_size, batch.tree.max_size)
     choices = torch.full((batch.tree.num_rows,), 99, dtype=torch.int32)
@@ -417,7 +440,7 @@ def test_buffers_are_written_whole(backend):
 
 
 def test_views():
-    """Fault K12: logits that are columns of a wider tensor, and numbers that are; transposed ones are refused."""
+    """Logits that are columns of a wider tensor, and numbers that are; transposed ones are refused."""
     batch = drafted.make(4, num_seqs=2, vocab=20)
     wide = torch.full((batch.tree.num_rows, 50), float("nan"))
     wide[:, 3:23] = batch.logits
@@ -459,6 +482,22 @@ def test_what_does_not_fit_is_refused():
         batch._replace(logits=batch.logits.double()).sampled(backend="triton")
     with pytest.raises(ShapeError, match="keys and positions must be int64"):
         accept.uniforms(torch.zeros(1, 2, dtype=torch.int64), int32([0]), 3)
+
+
+def test_an_unknown_backend_is_refused():
+    """Never another one in its place."""
+    batch = drafted.make(4, num_seqs=2, vocab=20)
+    tables, none = batch.tree.tables, torch.zeros(0, dtype=torch.int64)
+    for call in (
+        lambda: batch.sampled(backend="cuda"),
+        lambda: batch.greedy(backend="cuda"),
+        lambda: accept.walk_choices(tables, batch.tokens, batch.tokens, backend="cuda"),
+        lambda: accept.uniforms(none.reshape(0, 2), none, 3, backend="cuda"),
+        lambda: tree.tables(tables.parents, tables.cu_rows, max_rows=9, backend="cuda"),
+        lambda: tree.paths(tables, int32([0, 0]), backend="cuda"),
+    ):
+        with pytest.raises(BackendError, match="has no cuda kernel"):
+            call()
 
 
 def test_they_compile_for_gpus_that_are_not_here():

@@ -34,7 +34,11 @@ def launched(*names: str) -> Iterator[None]:
 
 
 class Problem(NamedTuple):
-    """The operands of one `verify_paged` call. Pages lie in the pool in random order, what nobody owns holds NaN."""
+    """The operands of one `verify_paged` call.
+
+    Pages lie in the pool in random order, and what nobody owns holds NaN. Tables' unused entries are far out; those of
+    inert sequences are the first one's.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -75,6 +79,7 @@ def paged(
     keys, values = (torch.full((len(pages), page, heads, dim), torch.nan, dtype=dtype) for _ in range(2))
     for seq, (length, count) in enumerate(zip(lengths, needed, strict=True)):
         table[seq, :count], pages = pages[:count], pages[count:]
+        table[seq] = table[seq if length >= 0 else 0]
         for place in range(max(length, 0)):
             at = table[seq, place // page], place % page
             keys[at], values[at] = normal(2, heads, dim)
@@ -102,6 +107,7 @@ class TestVerify:
         close(problem.verify("eager"), want, TOLERANCES[dtype])
 
     def test_every_length_around_the_ends_of_chunks(self, short_chunks):
+        """Fault F15: chunks of the prefix carry on each other's sums."""
         lengths = [1, 127, 128, 129, 255, 384, 385, 520]
         problem = paged(["root"] * len(lengths), lengths, heads=1, group=1, page=16)
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
@@ -113,6 +119,7 @@ class TestVerify:
         problem = paged(trees, [3, 9], heads=1, group=1)
         want = problem.verify()
         close(want, problem.verify("reference"), SHORT_SUM_FLOAT32)
+        close(want, problem.verify("eager"), SHORT_SUM_FLOAT32)
         k, v = problem.k.clone(), problem.v.clone()
         k[17 + 20], v[17 + 20] = 3.0, -4.0
         moved = (problem._replace(k=k, v=v).verify() != want).flatten(1).any(dim=1)
@@ -148,6 +155,7 @@ class TestVerify:
         assert torch.equal(results[0], results[2])
 
     def test_inert_sequences_and_rows_are_zero(self):
+        """Faults C01, C03, C04, C07 and C10: they are neither read nor left as they were."""
         problem = paged(["scattered", "chain 3", "root"], [9, -1, 0], num_rows=13)
         for rows in problem[:3]:
             rows[5:9], rows[10:] = torch.nan, torch.nan
@@ -159,6 +167,7 @@ class TestVerify:
         close(out, problem.verify("eager"), SHORT_SUM_FLOAT32)
 
     def test_sequences_without_rows(self):
+        """Fault K10: they are skipped, their neighbour is not."""
         problem = paged(["scattered", "root"], [9, 12])
         tables = problem.tree.tables
         cu_rows = torch.tensor([0, 0, 5, 5], dtype=torch.int32)
@@ -171,6 +180,7 @@ class TestVerify:
         assert not got[5].any()
 
     def test_nothing_at_all(self):
+        """Fault K10: no rows, or rows that belong to no sequence."""
         empty = pack([])
         committed = Paged(*torch.zeros(2, 3, 4, 1, 8), torch.zeros(0, 2).int(), torch.zeros(0).int())
         got = attention.verify_paged(*torch.zeros(3, 0, 1, 8), committed, empty.tables, scale=1.0, backend="triton")
@@ -182,7 +192,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("dim", [16, 32])
     def test_a_row_that_is_not_finite_spoils_those_that_see_it(self, dim, monkeypatch):
-        """0 * NaN is NaN, also where columns of values are split over programs and only one meets the NaN."""
+        """Fault F10: 0 * NaN is NaN, also where value columns are split over programs and one meets the NaN."""
         blocks = geometry.Geometry(16, 16, 16, num_warps=4, num_stages=1)
         monkeypatch.setattr(geometry, "geometry", lambda launch, gpu: blocks)
         tree = DraftTree.from_widths([3, 2])
@@ -213,6 +223,7 @@ class TestVerify:
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
 
     def test_views(self):
+        """Faults K09 and K12: slices of one projection, pools with heads first, a table in a wide parent."""
         problem = paged(["scattered", "chain 3"], [9, 21], page=4)
         want = problem.verify()
         fused = torch.cat(problem[:3], dim=1)
@@ -238,22 +249,22 @@ class TestVerify:
         assert torch.equal(wide.verify(), problem.verify())
 
     def test_offsets_past_32_bits(self):
-        """Fault K01's kind: the second page lies 2**31 elements behind the first."""
-        far = torch.empty(2**31 + 64, dtype=torch.float16)
-        pool = far.as_strided((2, 4, 1, 16), (2**31, 16, 16, 1))
-        rows = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(0)).half()
-        pool.copy_(rows)
+        """Fault K01's kind: the last page lies 3 * 2**30 elements behind the first, each stride fits 32 bits."""
+        far = torch.empty(3 * 2**30 + 64, dtype=torch.float16)
+        pool = far.as_strided((4, 4, 1, 16), (2**30, 16, 16, 1))
+        rows = torch.randn(4, 4, 1, 16, generator=torch.Generator().manual_seed(0)).half()
+        pool[0], pool[3] = rows[0], rows[3]  # the rest of it is never touched, and so never takes memory
         problem = paged(["chain 3"], [8], heads=1, page=4, dtype=torch.float16)
-        near = Paged(rows, rows, torch.tensor([[1, 0]], dtype=torch.int32), problem.committed.lengths)
+        near = Paged(rows, rows, torch.tensor([[3, 0]], dtype=torch.int32), problem.committed.lengths)
         want = problem._replace(committed=near).verify()
         committed = Paged(pool, pool, *near[2:])
         assert torch.equal(problem._replace(committed=committed).verify(), want)
         path = pack_paths(problem.tree, [[0, 1]]).tables
         at_four = Paged(pool, pool, near.block_tables.flip(1), torch.tensor([4], dtype=torch.int32))
         attention.commit_paged(at_four, problem.k, problem.k, path, backend="triton")
-        assert torch.equal(pool[1, :2], problem.k[:2])
+        assert torch.equal(pool[3, :2], problem.k[:2])
         attention.compact_paged(at_four, problem.tree.tables, path._replace(rows=path.rows + 1), backend="triton")
-        assert torch.equal(pool[1, 0], problem.k[1])
+        assert torch.equal(pool[3, 0], problem.k[1])
 
     def test_a_page_outside_the_pool_is_never_left_for_memory(self):
         problem = paged(["root", "root"], [9, 5])
@@ -374,15 +385,15 @@ def with_room(shapes, lengths, **options) -> Problem:
 
 
 class TestCommit:
-    SHAPES = ("scattered", "chain 31", "root", "chain 3", "widths 3 3 3")
+    SHAPES = ("scattered", "chain 31", "root", "scattered", "widths 3 3 3")
     LENGTHS = (5, 8, 0, -1, 30)
-    PATHS = ((0, 3, 4), tuple(range(25)), (), (0, 1), (0, 2, 8, 26))
+    PATHS = ((0, 3, 4), tuple(range(25)), (), (0, 3), (0, 2, 8, 26))
 
     @every_backend
     @pytest.mark.parametrize("page", [3, 16])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_paths_become_consecutive(self, dtype, page, backend):
-        """Fault G05's kind: a scattered path lies behind the committed places, and nothing else has changed."""
+        """Faults C05 and G05: a scattered path lies behind the committed places, and nothing else has changed."""
         problem = with_room(self.SHAPES, self.LENGTHS, page=page, dtype=dtype)
         path = pack_paths(problem.tree, self.PATHS)
         got = committed_by(problem, path, backend, compact=False)
@@ -397,6 +408,7 @@ class TestCommit:
     @every_backend
     @pytest.mark.parametrize("page", [3, 16])
     def test_in_place_gives_what_a_commit_gives(self, page, backend):
+        """Fault G05: rows that the pages hold already move to consecutive places."""
         problem = with_room(self.SHAPES, self.LENGTHS, page=page)
         path = pack_paths(problem.tree, self.PATHS)
         want = committed_by(problem, path, "eager", compact=False)
@@ -434,23 +446,32 @@ class TestCommit:
         assert torch.equal(got.keys.nan_to_num(7e3), want.keys.nan_to_num(7e3))
         assert torch.equal(got.values.nan_to_num(7e3), want.values.nan_to_num(7e3))
 
-    def test_kernels_write_nothing_out_of_range(self):
-        problem = with_room(["chain 3", "chain 3"], [6, 3], page=4)
-        path = pack_paths(problem.tree, [[0, 1, 2, 3], [0]])
+    @pytest.mark.parametrize("broken", ["the table ends", "a page to read", "a page to write"])
+    def test_kernels_write_nothing_out_of_range(self, broken):
+        problem = with_room(["scattered", "chain 3"], [5, 3], page=4)
         keys, values, table, lengths = problem.committed
-        table[0, 1:] = torch.tensor([10**6, -1], dtype=torch.int32)
-        committed = Paged(keys, values, table[:, :2], lengths)
-        before = keys.clone()
-        attention.commit_paged(committed, problem.k, problem.v, path.tables, backend="triton")
-        attention.compact_paged(committed, problem.tree.tables, path.tables, backend="triton")
-        assert torch.equal(keys[table[1, 0], 3], problem.k[4])
-        keys[table[1, 0], 3] = before[table[1, 0], 3]
-        assert torch.equal(keys.nan_to_num(7e3), before.nan_to_num(7e3))
+        place_tree(problem, problem.committed)
+        long, short = pack_paths(problem.tree, [[0, 3, 4], [0]]).tables, pack_paths(problem.tree, [[0, 3], [0]]).tables
+        if broken == "the table ends":  # after place 7; what lies behind in memory is a good page
+            committed = Paged(keys, values, table[:, :2], lengths)
+        else:
+            table[0, 2 if broken == "a page to read" else 1] = -1 if broken == "a page to read" else 10**6
+            committed = problem.committed
+        before = keys.clone(), values.clone()
+        attention.compact_paged(committed, problem.tree.tables, long, backend="triton")
+        assert torch.equal(keys.nan_to_num(7e3), before[0].nan_to_num(7e3))
         for backend in ("eager", "reference"):
             with pytest.raises(CapacityError, match=r"Places|page"):
-                attention.commit_paged(committed, problem.k, problem.v, path.tables, backend=backend)
+                attention.compact_paged(committed, problem.tree.tables, long, backend=backend)
+        full = committed._replace(lengths=torch.tensor([8 if broken != "a page to write" else 4, 3], dtype=torch.int32))
+        attention.commit_paged(full, problem.k, problem.v, short, backend="triton")
+        assert torch.equal(keys[table[1, 0], 3], problem.k[5])
+        keys[table[1, 0], 3], values[table[1, 0], 3] = before[0][table[1, 0], 3], before[1][table[1, 0], 3]
+        assert torch.equal(keys.nan_to_num(7e3), before[0].nan_to_num(7e3))
+        assert torch.equal(values.nan_to_num(7e3), before[1].nan_to_num(7e3))
+        for backend in ("eager", "reference"):
             with pytest.raises(CapacityError, match=r"Places|page"):
-                attention.compact_paged(committed, problem.tree.tables, path.tables, backend=backend)
+                attention.commit_paged(full, problem.k, problem.v, short, backend=backend)
 
     @pytest.mark.parametrize("pool", [torch.float16, torch.float32])
     def test_the_pools_dtype_is_kept(self, pool):
@@ -557,7 +578,7 @@ class TestGeometry:
 
 
 def test_every_kernel_compiles_for_three_generations():
-    """Within the shared memory of each; smaller GPUs get smaller blocks."""
+    """Faults K06 and K07: within the shared memory of each; smaller GPUs get smaller blocks."""
     figures = compile_all()
     kernels = {"attend_parts_kernel", "merge_parts_kernel", "commit_rows_kernel", "compact_rows_kernel"}
     assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}

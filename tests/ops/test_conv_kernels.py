@@ -120,7 +120,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("poison", [torch.nan, 1e4])
     def test_poisoned_memory_is_not_read(self, poison, monkeypatch):
-        """Nor is what lies around the output written, by tiles that reach past it."""
+        """Fault C10: nor is what lies around the output written, by tiles that reach past it."""
         monkeypatch.setitem(kernels.BLOCKS, 0, kernels.Blocks(4, 8, 1))
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5, num_rows=13)
         want = verify(x, weight, bias, window, slots, tree)
@@ -155,6 +155,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("window_layout", ["rows", "channels", "spread"])
     def test_operands_that_are_views(self, window_layout):
+        """Fault K09: slices of wider tensors, windows in either order, a column of slots."""
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[2, 0, 1])
         want = verify(x, weight, bias, window, slots, tree)
         nan = torch.full((tree.num_rows, 20), torch.nan, device=DEVICE)
@@ -174,7 +175,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_a_pool_past_two_to_the_31(self, dtype):
-        """Slot times stride does not fit 32 bits. Only the pages that are touched exist."""
+        """Faults C13 and K02: slot times stride does not fit 32 bits. Only the pages that are touched exist."""
         stride, slot = 2**20, 2**11 + 1
         memory = torch.empty((slot + 1) * stride, dtype=torch.float16, device=DEVICE)
         pool = memory.as_strided((slot + 1, 3, 6), (stride, 6, 1))
@@ -202,6 +203,7 @@ class TestTables:
 
     @every_backend
     def test_sequences_without_rows(self, backend):
+        """Fault K10: on good slots, before and after one with rows."""
         x, weight, bias, window, slots, tree = narrow([SHAPES["chain 3"]], slots=[1], num_slots=3, num_rows=6)
         tables = tree.tables
         cu_rows = torch.tensor([0, 0, 4, 4], dtype=torch.int32, device=DEVICE)
@@ -212,6 +214,7 @@ class TestTables:
 
     @every_backend
     def test_no_sequences_at_all(self, backend):
+        """Fault K10: rows are zeroed, and a commit does nothing."""
         x, weight, bias, window, slots, tree = narrow([], num_slots=2, num_rows=3)
         assert not conv.verify(x, weight, bias, window, slots, tree.tables, backend=backend).any()
         conv.commit(window, slots, x, pack_paths(tree, []).tables, backend=backend)
@@ -221,7 +224,7 @@ class TestTables:
         assert conv.verify(x, weight, bias, window, slots, tree, backend="triton").shape == (0, 6)
 
     def test_the_same_buffers_with_other_trees(self):
-        """As a graph replays: 4 sequences, then 2, then 4, then 1, in buffers of 4. Nothing of the last step shows."""
+        """Faults C04, C05, C07, C08 and C09: 4 sequences, then 2, 4 and 1, in buffers of 4, as a graph replays."""
         bucket, weight = Bucket(4, 20, max_rows=8, device=DEVICE), narrow([SHAPES["root"]])[1]
         window = narrow([SHAPES["root"]] * 5)[3]
         x, out = torch.full((2, 20, 6), torch.nan, device=DEVICE)
@@ -238,6 +241,7 @@ class TestTables:
             assert torch.equal(window, want)
 
     def test_slots_outside_the_pool_are_inert(self):
+        """Faults A03 and C03: no neighbour and no slot 0 is read or written."""
         x, weight, bias, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=4)
         old = window.clone()
         path = pack_paths(tree, [[0], [0], [0]]).tables
@@ -280,6 +284,7 @@ class TestSplit:
 class TestCommit:
     @pytest.mark.parametrize("width", range(2, 9))
     def test_the_window_moves_over_the_accepted_path(self, width):
+        """Fault B01: old inputs fill it where the path is shorter."""
         x, _, _, window, slots, tree = narrow([DraftTree.chain(8)], width=width, slots=[2], num_slots=4)
         for accepted in range(1, 10):
             pool = window.clone()
@@ -289,6 +294,7 @@ class TestCommit:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_empty_paths_and_inert_slots_keep_every_bit(self, dtype):
+        """Fault A02: a path of no rows beside one of one row."""
         x, _, _, window, slots, tree = narrow([SHAPES["chain 3"]] * 3, slots=[1, -1, 0], num_slots=3, dtype=dtype)
         window[1, 0, 0] = torch.nan
         old = window.clone()
@@ -344,6 +350,7 @@ class TestCommit:
         assert torch.equal(layers[0], torch.stack(want))
 
     def test_operands_that_are_views(self, monkeypatch):
+        """Fault K09: a window within a wider one, every second column of rows, tables with gaps."""
         monkeypatch.setattr(kernels, "COMMIT_CHANNELS", 4)  # several programs per sequence, the last with a tail
         x, _, _, window, slots, tree = narrow(BATCH, slots=[2, 0, 1])
         path = pack_paths(tree, [[0, 3, 4], [], [0]])

@@ -28,7 +28,7 @@ def source() -> str:
 @pytest.mark.parametrize("capability", GPUS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_without_spills(name, capability):
-    """The source asserts that its shared memory is what the host reserves."""
+    """Fault K07: each variant for each card; the source asserts that its shared memory is what the host reserves."""
     variant = choose(**CASES[name], shared_limit=GPUS[capability])
     log = compile_log(source(), variant.macros(), capability)
     assert variant.shared_bytes <= GPUS[capability]
@@ -37,6 +37,7 @@ def test_it_compiles_without_spills(name, capability):
 
 
 def test_less_shared_memory_picks_smaller_blocks():
+    """Fault K06: tiles are tied to the card."""
     large, small = (choose(**CASES["40 rows"], shared_limit=limit) for limit in (227 * 1024, 99 * 1024))
     assert large.value_blocks == 1
     assert small.value_blocks > 1
@@ -45,7 +46,7 @@ def test_less_shared_memory_picks_smaller_blocks():
 
 def test_what_fits_nowhere_is_refused():
     """Fault K06: more shared memory was asked for than the card has."""
-    with pytest.raises(UnsupportedError, match="must have [0-9]+ bytes of shared memory.*gives 20000"):
+    with pytest.raises(UnsupportedError, match=r"must have [0-9]+ bytes of shared memory.*gives 20000"):
         choose(**CASES["40 rows"], shared_limit=20_000)
     with pytest.raises(UnsupportedError, match="up to 64 tree rows; got 65"):
         choose(**CASES["chain 4"] | {"max_rows": 65}, shared_limit=227 * 1024)

@@ -60,7 +60,7 @@ def test_steps_are_the_walk(history, gate):
 
 @pytest.mark.parametrize("tree", [TWO_ARMS, DraftTree.chain(31)], ids=["two arms", "chain"])
 def test_hard_keys(tree):
-    """Nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet on the way."""
+    """Fault F06: nearly equal keys, gates of 1, beta 2: an unstable solve has no digit left. Blocks of 16 rows meet."""
     stream = Stream(HARD._replace(heads=1, group=1), 4, 0, dtype=torch.float32, backend="triton")
     leaf = tree.path(tree.num_rows - 1)
     run(stream, [tree, SCATTERED, SCATTERED], [NONE, ([leaf, [], [0]], [0, 0, 0])], KERNEL_HARD_FLOAT32)
@@ -138,7 +138,7 @@ def problem(trees, num_rows=None, spec=SMALL, num_slots=3, seed=0):
 
 class TestWhatMustNotMatter:
     def test_unowned_memory(self):
-        """NaN in free slots, behind histories and paths, in rows that were not accepted, in padding rows: no bit moves."""
+        """Fault C10: NaN in free slots, behind histories and paths, in lost and padding rows moves no bit."""
         trees = [SCATTERED, DraftTree.chain(2)]
         results = []
         for poison in (0.0, torch.nan, 1e4):
@@ -170,7 +170,7 @@ class TestWhatMustNotMatter:
 
     @pytest.mark.parametrize("slot", [-1, 3, 70])
     def test_inert_slots(self, slot):
-        """Slot -1, and to kernels any slot outside the pool: zeros out, nothing read, nothing written, no path appended."""
+        """Faults A03, C01 and C03: -1, and to kernels any slot outside the pool: zeros out, nothing read, written or appended."""
         trees = [SCATTERED, DraftTree.chain(1)]
         x, state = problem(trees)
         state[[0, 2]] = torch.nan
@@ -197,7 +197,7 @@ class TestWhatMustNotMatter:
         assert torch.equal(beside.record.decay_low[21:26], alone.record.decay_low)
 
     def test_strides(self):
-        """Rows out of one fused tensor, a state whose last two axes are swapped, a pool of every second slot."""
+        """Faults K09 and K12: rows of one fused tensor, a state with swapped axes, a pool of every second slot."""
         trees = [SCATTERED, DraftTree.chain(1)]
         x, state = problem(trees)
         plain = step_on(state.clone(), [2, 0], trees, x)
@@ -225,7 +225,7 @@ class TestNotFinite:
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, in the interpreter
     def test_stays_on_its_branch(self, part, value):
-        """Row 3 and its child 4 are lost, or row 3 alone where its query is; nothing else changes a bit."""
+        """Fault F10: row 3 and its child 4 are lost, or row 3 alone where its query is; nothing else changes a bit."""
         x, state = problem([SCATTERED, DraftTree.chain(1)])
         clean = step_on(state.clone(), [2, 0], [SCATTERED, DraftTree.chain(1)], x)
         getattr(x, part)[3].view(-1)[0] = value
@@ -339,7 +339,7 @@ class TestFinishedOperands:
 
 class TestEdges:
     def test_sequences_without_rows(self):
-        """They commit, and that is all; a batch without any sequence zeroes its rows."""
+        """Fault K10: they commit, and that is all; a batch without any sequence zeroes its rows."""
         x, state = problem([DraftTree.chain(1)])
         tables = pack([DraftTree.chain(1)]).tables
         tables = tables._replace(cu_rows=torch.tensor([0, 0, 2], dtype=torch.int32))
@@ -358,6 +358,7 @@ class TestEdges:
         assert torch.equal(got[[0, 2]], state[[0, 2]])
 
     def test_no_sequences(self):
+        """Fault K10: every row is still zeroed."""
         x, state = problem([], num_rows=20)
         assert (step_on(state, [], [], x).o == 0).all()
 

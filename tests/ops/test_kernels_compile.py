@@ -88,12 +88,13 @@ def compiled() -> list[Compiled]:
 
 
 def test_every_case_was_compiled(compiled):
-    """Every one of them, and no two under one name."""
+    """Fault K07: every one of them, and no two under one name."""
     assert [(one.case, one.arch) for one in compiled] == [(case.name, arch) for case in CASES for arch in ARCHS]
     assert len({(one.case, one.arch) for one in compiled}) == len(compiled)
 
 
 def test_shared_memory_fits(compiled):
+    """Fault K06: every kernel fits the smallest card."""
     assert not [one for one in compiled if one.shared > SHARED_LIMIT]
 
 

@@ -47,7 +47,7 @@ def test_a_path_folds_when_it_does_not_fit(capacity, dtype, backend):
 
 @every_backend
 def test_sequences_on_no_slot_change_none(backend):
-    """Not slot 0, not the last one, not memory beside the pool; and they fold nothing, whatever their paths are."""
+    """Faults A03 and C03: not slot 0, not the last one, nor memory beside the pool; and they fold nothing."""
     memory = ints([99, 5, 6, 7, 99])
     lengths, slots = memory[1:4], ints([-1, 3, -2, 2**40, 1])
     paths, out = ints([9, 9, 9, 9, 2], torch.int32), ints([7, 7, 7, 7, 7], torch.int32)
@@ -109,6 +109,15 @@ def test_refusals(backend, monkeypatch):
             call()
 
 
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(BackendError, match="'cuda'"):
-        ledger.choose_folds(ints([0]), ints([0]), ints([1], torch.int32), 8, backend="cuda")
+@pytest.mark.parametrize(
+    ("backend", "said"), [("cuda", r"gdn\.(choose_folds|settle) has no cuda kernel"), ("CUDA", "asked for 'CUDA'")]
+)
+def test_a_backend_that_is_not_there_is_refused(backend, said):
+    lengths, slots, paths = ints([0]), ints([0]), ints([1], torch.int32)
+    for call in (
+        lambda: ledger.choose_folds(lengths, slots, paths, 8, backend=backend),
+        lambda: ledger.settle(lengths, slots, paths, paths, backend=backend),
+    ):
+        with pytest.raises(BackendError, match=said):
+            call()
+    assert lengths.tolist() == [0]

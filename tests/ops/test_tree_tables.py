@@ -38,7 +38,7 @@ def batches(draw: st.DrawFn):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(packed=batches())
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_they_are_those_of_the_packed_trees(backend, packed):
     want, before = packed.tables, LAUNCHES[KERNEL]
     faults = torch.full((packed.num_seqs,), 9, dtype=torch.int32)
@@ -51,7 +51,7 @@ def test_they_are_those_of_the_packed_trees(backend, packed):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_deep_wide_and_root_alone(backend, dtype):
-    """Fault G08: a star of 64 siblings, chains over several words, roots alone, more rows than one program fills."""
+    """A star of 64 siblings, chains over several words, roots alone, more rows than one program fills."""
     shapes = [DraftTree.chain(127), DraftTree.from_widths([64]), DraftTree([-1]), SHAPES["two arms"], DraftTree([-1])]
     packed = pack(shapes, num_rows=600)
     want = packed.tables
@@ -60,7 +60,7 @@ def test_deep_wide_and_root_alone(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_without_rows(backend):
-    """Its neighbours are as they are without it."""
+    """Fault K10: its neighbours are as they are without it."""
     want = tree.tables(int32([-1, 0, -1, 0, 0]), int32([0, 2, 5]), max_rows=3, backend="reference")
     got = tree.tables(int32([-1, 0, -1, 0, 0]), int32([0, 0, 2, 2, 5, 5]), max_rows=3, backend=backend)
     assert got.seq_of_row.tolist() == [1, 1, 3, 3, 3]
@@ -70,6 +70,7 @@ def test_a_sequence_without_rows(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_rows", "max_rows"), [(0, 0), (3, 0), (0, 4), (300, 4)])
 def test_a_batch_of_none(backend, num_rows, max_rows):
+    """Fault K10: no rows, no room or no sequence."""
     parents = torch.full((num_rows,), 1, dtype=torch.int32)
     got = tree.tables(parents, int32([0]), max_rows=max_rows, backend=backend)
     assert_equal(got, tree.empty(0, num_rows, max_rows))
@@ -78,7 +79,7 @@ def test_a_batch_of_none(backend, num_rows, max_rows):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_buffers_are_filled_again_and_again(backend, in_place):
-    """Fault C09: nothing of a larger batch before shows; in place, what is read is what is written."""
+    """Nothing of a larger batch before shows; in place, what is read is what is written."""
     buffers = tree.empty(3, 30, 12)
     for shapes in (["chain 11", "widths 3 3 3", "root"], ["scattered"], [], ["root", "chain 3", "chain 11"]):
         fitting = [SHAPES[name].prefix(min(12, SHAPES[name].num_rows)) for name in shapes]
@@ -107,7 +108,7 @@ def garbage(draw: st.DrawFn):
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @given(given=garbage())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_what_is_no_tree_is_inert(backend, given):
     """As the reference has it, whatever the numbers: nothing is read or written out of bounds, in place or not."""
     parents, cu_rows, max_rows = given
@@ -124,21 +125,21 @@ def test_what_is_no_tree_is_inert(backend, given):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_faults_by_name(backend):
-    """One of each: a parent below its child, a second root, a root with a parent, too many rows, boundaries that fall."""
-    parents = int32([-1, 0, 2, 1, 2, *(-1, 0, -1, 2), *(0, 0), *(-1, 0, 0, 0, 0, 0), -1])
+    """One of each: a parent that is its child, a second root, a root with a parent, too many rows, boundaries that fall."""
+    parents = int32([-1, 0, 2, 1, 1, *(-1, 0, -1, 2), *(0, 0), *(-1, 0, 0, 0, 0, 0), -1])
     faults = torch.zeros(5, dtype=torch.int32)
     got = tree.tables(parents, int32([0, 5, 9, 11, 17, 12]), max_rows=5, faults=faults, backend=backend)
     lost = [tree.FAULT_PARENT] * 3
     assert faults.tolist() == [*lost, tree.FAULT_SIZE, tree.FAULT_BOUNDS]
-    assert got.seq_of_row.tolist() == [0, 0, -1, 0, -1, 1, 1, -1, -1, -1, -1, 3, 3, 3, 3, 3, -1, -1]
-    assert got.parents.tolist() == [-1, 0, -1, 1, -1, -1, 0, -1, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1]
-    assert got.ancestors[:, 0].tolist() == [1, 3, 0, 11, 0, 1, 3, 0, 0, 0, 0, 1, 3, 5, 9, 17, 0, 0]
+    assert got.seq_of_row.tolist() == [0, 0, -1, 0, 0, 1, 1, -1, -1, -1, -1, 3, 3, 3, 3, 3, -1, -1]
+    assert got.parents.tolist() == [-1, 0, -1, 1, 1, -1, 0, -1, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1]
+    assert got.ancestors[:, 0].tolist() == [1, 3, 0, 11, 19, 1, 3, 0, 0, 0, 0, 1, 3, 5, 9, 17, 0, 0]
     assert got.cu_rows.tolist() == [0, 5, 9, 11, 17, 17]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(packed=batches(), picks=st.lists(st.integers(-2, 45), min_size=4, max_size=4), room=st.integers(0, 9))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_paths(backend, packed, picks, room):
     """Root paths, cut to the room there is; a row that is none has none."""
     nodes = picks[: packed.num_seqs]
@@ -188,7 +189,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_strided_operands():
-    """Fault K09: parents and boundaries as columns of something wider."""
+    """Parents and boundaries as columns of something wider."""
     wide = torch.stack([int32([-1, 0, 0, 5]), int32([0, 2, 3, 9])], dim=1)
     for backend in BACKENDS:
         got = tree.tables(wide[:3, 0], wide[:3, 1], max_rows=2, backend=backend)

@@ -4,11 +4,14 @@ import json
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff
 
 from treewy.errors import BackendError
+
+if TYPE_CHECKING:
+    from treewy.cli.trials import Trial
 
 PACKAGES = ("treewy", "torch", "transformers", "safetensors", "tokenizers", "numpy", "triton")
 
@@ -24,18 +27,24 @@ class Check:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Show versions and devices, and try every backend and the shipped checkpoint."""
+    """Show versions and devices, and try every backend of every op and the shipped checkpoint.
+
+    Kernels are tried where they can run: on a GPU, or in Triton's interpreter. Without either they need a GPU, which is no
+    failure.
+    """
 
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print one JSON object."""
 
     def run(self) -> None:
         """Run the command; raises BackendError if something that should work does not."""
-        checks = [*_try_backends(), _try_checkpoint()]
+        checks, ops = _try_ops()
+        checks.append(_try_checkpoint())
         report = {
             "python": platform.python_version(),
             "packages": {name: package_version(name) for name in PACKAGES},
             "devices": _devices(),
+            "ops": ops,
             "checks": [asdict(check) for check in checks],
         }
         if self.json:
@@ -62,41 +71,45 @@ def _devices() -> list[str]:
     return [f"cpu ({torch.get_num_threads()} threads)", *(f"cuda:{i} {name}" for i, name in enumerate(names))]
 
 
-def _try_backends() -> list[Check]:
-    """Run a small tree through every backend on every device and compare with the sequential walk."""
+def _try_ops() -> tuple[list[Check], dict[str, dict[str, str]]]:
+    """Run a small problem through every backend of every op, on every device that it should work on.
+
+    Returns:
+        What was tried, and per op and backend of `dispatch.BACKENDS` one word on it.
+    """
     import torch
 
+    from treewy.cli.trials import TRIALS, runs_on
     from treewy.ops.dispatch import BACKENDS
 
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    return [_try_backend(backend, device) for device in devices for backend in BACKENDS]
+    checks: list[Check] = []
+    words: dict[str, dict[str, str]] = {}
+    for trial in TRIALS:
+        words[trial.op] = {}
+        for backend in BACKENDS:
+            here = [device for device in devices if backend in trial.backends and runs_on(backend, device)]
+            tried = [_try_backend(trial, backend, device) for device in here]
+            words[trial.op][backend] = _word(backend in trial.backends, tried)
+            checks += tried
+    return checks, words
 
 
-def _try_backend(backend: str, device: str) -> Check:
-    import torch
+def _word(exists: bool, tried: list[Check]) -> str:
+    if not exists:
+        return "none"
+    if not tried:
+        return "needs a GPU"
+    return "works" if all(check.works for check in tried) else "does not work"
 
-    from treewy.ops import gdn
-    from treewy.packed import pack
-    from treewy.tree import DraftTree
 
-    name, bound = f"ops.gdn {backend} on {device}", 1e-5
-    tree = pack([DraftTree.from_widths([3, 3, 3]), DraftTree.chain(3)], device=device)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    rows = tree.num_rows
-    q, k = gdn.scale_queries(random(rows, 2, 16)), gdn.l2_normalise(random(rows, 2, 16))
-    operands = (q, k, random(rows, 4, 16), -random(rows, 4).abs(), random(rows, 4).sigmoid(), random(2, 4, 16, 16))
-    slots = torch.tensor([1, 0], device=device)
+def _try_backend(trial: "Trial", backend: str, device: str) -> Check:
+    name, bound = f"ops.{trial.op} {backend} on {device}", trial.bound_of(backend)
     try:
-        got = gdn.verify(*operands, slots, tree, backend=backend).o
-    except (RuntimeError, BackendError) as error:
-        return Check(name, False, str(error).splitlines()[0])
-    want = gdn.verify_snapshots(*operands, slots, tree, backend="reference").o
-    error = float((got - want).norm() / want.norm())
-    return Check(name, error <= bound, f"relative error {error:.1e} against the float64 walk (bound {bound:.0e})")
+        error = trial.error(backend, device)
+    except Exception as error:  # whatever a backend that is broken here raises is what was to be found out
+        return Check(name, False, (str(error).splitlines() or [type(error).__name__])[0])
+    return Check(name, error <= bound, f"relative error {error:.1e} against the reference (bound {bound:.0e})")
 
 
 def _try_checkpoint() -> Check:
@@ -115,6 +128,8 @@ def _print(report: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from treewy.ops.dispatch import BACKENDS
+
     console = Console(highlight=False)
     versions = ", ".join(f"{name} {v}" for name, v in report["packages"].items() if v)
     console.print(f"python {report['python']}, {versions}")
@@ -122,6 +137,10 @@ def _print(report: dict) -> None:
     if missing:
         console.print(f"not installed: {', '.join(missing)}")
     console.print("devices: " + ", ".join(report["devices"]))
+    backends = Table("op", *BACKENDS)
+    for op, words in report["ops"].items():
+        backends.add_row(op, *(f"[red]{word}[/]" if word == "does not work" else word for word in words.values()))
+    console.print(backends)
     table = Table("check", "works", "detail")
     for check in report["checks"]:
         table.add_row(check["name"], "yes" if check["works"] else "[red]no[/]", check["detail"])

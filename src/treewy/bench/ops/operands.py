@@ -49,6 +49,8 @@ def make_history(
     """Return histories whose log decays fall row by row; places past the lengths hold rows too."""
     record = make_record(heads, num_slots * capacity, state, io, draw)
     u, k, high, low = (part.unflatten(0, (num_slots, capacity)) for part in record)
+    # A head's rows side by side: a program reads those of one head.
+    u, k = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (u, k))
     return History(u, k, high.cumsum(dim=1), low, lengths)
 
 

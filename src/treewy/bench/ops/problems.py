@@ -133,7 +133,10 @@ def make_problem(case: Case, device: torch.device | str, *, seed: int = 0, sets:
     history = None if case.policy == "reconstruct" else _history(case, num_slots, draw)
     path = pack_paths(tree, case.paths)
     priors = [
-        Prior(history, None, None, _flags(case, 0, draw)) if history else _pending(case, path, draw) for _ in rows
+        Prior(history, None, None, _flags(case, 0, draw), history.lengths[at])
+        if history
+        else _pending(case, path, draw)
+        for at in order.long()
     ]
     outs = [empty_out(case.heads, tree.num_rows, case.state, case.io, draw.device) for _ in rows]
     return Problem(case, tree, list(map(Step, rows, slots, priors, outs)), sets, state, history, work)
@@ -194,7 +197,8 @@ def _cycle_steps(
         held = history._replace(lengths=lengths[step])
         for number, (x, at) in enumerate(zip(rows, slots, strict=True)):
             path = PathTables(taken, pending[step, number].clone())
-            prior = Prior(held, _record(outs[1 - step % 2][number]), path, fold[step, number].clone())
+            record, now = _record(outs[1 - step % 2][number]), held.lengths[at.long()]
+            prior = Prior(held, record, path, fold[step, number].clone(), now)
             steps.append(Step(x, at, prior, outs[step % 2][number]))
     return steps, history
 

@@ -110,8 +110,8 @@ def greedy(
 ) -> AcceptedTables:
     """Accept the drafts that equal the target's most likely token: `choices`, then `walk_choices`.
 
-    Where the batch is large and the trees are, `sampled` at temperature 0 gives the same and reads the rows on the way
-    only, one program per sequence.
+    With `out` and `out_choices` nothing is allocated. `sampled` at temperature 0 gives the same and reads only the rows on
+    the way, one program per sequence: that is less to read where trees are large.
     """
     chosen = choices(logits, tables=tables, slots=slots, out=out_choices, backend=backend)
     return walk_choices(tables, tokens, chosen, slots=slots, max_path=max_path, out=out, backend=backend)

@@ -6,12 +6,16 @@ import torch
 import triton.language as tl
 
 from treewy.errors import ShapeError, UnsupportedError
+from treewy.ops.accept.api import WEIGHTS, empty
 from treewy.ops.accept.drawing import accept_sampled_kernel
 from treewy.ops.accept.philox import accept_uniforms_kernel
-from treewy.ops.accept.records import AcceptedTables, DrawnLaws, RequestLaws
+from treewy.ops.accept.records import AcceptedTables, DrawnLaws, RequestLaws, request_laws
 from treewy.ops.accept.walking import accept_choices_kernel, accept_walk_kernel
 from treewy.ops.launch import launch
+from treewy.ops.slots import INERT
+from treewy.ops.tree.api import empty as empty_trees
 from treewy.ops.tree.kernels import check_max_rows, next_power_of_2
+from treewy.ops.warmup import Facts
 from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
@@ -149,6 +153,39 @@ def uniforms(keys: Tensor, positions: Tensor, out: Tensor) -> None:
         BU=UNIFORMS_BLOCK,
         num_warps=4,
     )
+
+
+def warm(facts: Facts) -> None:
+    """Compile both rules of acceptance and the numbers they take, on sequences without rows or slots.
+
+    What needs a vocabulary is left out without one. Calls without slots are no steps'.
+    """
+    if not facts.vocab:
+        return
+    dtype = facts.dtype if facts.logits_dtype is None else facts.logits_dtype
+    logits = torch.zeros(1, facts.vocab, dtype=dtype, device=facts.device)
+    tokens = torch.zeros(1, dtype=facts.token_dtype, device=facts.device)
+    chosen = torch.zeros(1, dtype=torch.int32, device=facts.device)
+    for num_seqs, max_rows, max_path in facts.buckets:
+        tables = empty_trees(num_seqs, 1, max_rows, facts.device)
+        slots = torch.full((num_seqs,), INERT, dtype=facts.index_dtype, device=facts.device)
+        out = empty(num_seqs, max_path, max_rows, facts.device)
+        choices(logits, tables, slots, chosen)
+        walk_choices(tables, tokens, chosen, slots, out)
+        keys = torch.zeros(num_seqs, 2, dtype=torch.int64, device=facts.device)
+        numbers = torch.zeros(num_seqs, max_rows, dtype=torch.float64, device=facts.device)
+        uniforms(keys, keys[:, 0], numbers)
+        laws = request_laws([None] * num_seqs, facts.device)
+        for drawn in _drawings(facts):
+            for weights in WEIGHTS:
+                sampled(tables, tokens, logits, laws, numbers, drawn, slots, weights, out)
+
+
+def _drawings(facts: Facts) -> list[DrawnLaws | None]:
+    if facts.drawn_dtype is None:
+        return [None]
+    laws = torch.zeros(1, facts.vocab, dtype=facts.drawn_dtype, device=facts.device)
+    return [None, DrawnLaws(laws, torch.full((1,), -1, dtype=torch.int32, device=facts.device))]
 
 
 def check_logits(logits: Tensor) -> None:

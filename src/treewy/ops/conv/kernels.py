@@ -256,7 +256,10 @@ def commit(window: Tensor, slots: Int[Tensor, "B"], x: Tensor, path: PackedPath 
 
 
 def warm(facts: Facts) -> None:
-    """Compile every tile of verify, with weights in either order, and commit, on sequences without a slot."""
+    """Compile every tile of verify, with weights in either order, and commit, on sequences without a slot.
+
+    Inputs may be copied out of a wider projection before they are committed.
+    """
     channels, width = facts.conv_channels, facts.conv_width
     x, weight, window, out = (
         torch.zeros(*shape, dtype=facts.dtype, device=facts.device)
@@ -275,7 +278,8 @@ def warm(facts: Facts) -> None:
     for blocks in BLOCKS.values():
         for taps in (weight, weight.T.contiguous().T):
             _convolve(x, taps, bias, window, slots, tree, "silu", out, blocks)
-    commit(window, slots, x, PathTables(none[:1], none[0]))
+    for rows in (x, x.contiguous()):
+        commit(window, slots, rows, PathTables(none[:1], none[0]))
 
 
 def _power_of_2(number: int) -> int:

@@ -14,6 +14,8 @@ from treewy.ops.gdn.triton_state import ALWAYS, BY_TABLE, NEVER
 from treewy.ops.gdn.triton_step import gdn_lengths, gdn_step
 from treewy.ops.launch import interpreted, launch, refuse_interpreted_bfloat16
 from treewy.ops.slots import INERT, check_slots
+from treewy.ops.tree.api import empty as empty_trees
+from treewy.ops.tree.api import empty_paths
 from treewy.ops.warmup import Facts
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
@@ -99,43 +101,48 @@ def commit_snapshots(state: Tensor, slots: Tensor, record: Snapshots, path: Pack
 
 
 def warm(facts: Facts) -> None:
-    """Compile the serving entry for trees of up to `facts.max_rows` rows, on sequences without a slot.
+    """Compile the serving entry for every bucket, on sequences without a slot.
 
-    With no prior rows, with a path, with a path and a history; fresh layouts and the record that `commit_verify` makes.
-    Dims that the kernels do not have are nothing to compile.
+    With no prior rows, with a path, and with a path and a history where there are any; history rows looked up or `held`.
+    Dims that the kernels do not have are nothing to compile, nor is anything where another backend runs the delta rule.
     """
-    if not _has_dims(facts.key_dim, facts.value_dim):
+    if facts.gdn_backend != "triton" or not _has_dims(facts.key_dim, facts.value_dim):
         return
+    x, device = _warm_rows(facts), facts.device
+    shape = (1, facts.num_value_heads, facts.value_dim, facts.key_dim)
+    state = torch.zeros(shape, dtype=facts.state_dtype, device=device)
+    histories: list[History | None] = [None]
+    if facts.history_capacity:
+        kept = _warm_record(facts, 1, facts.history_capacity)
+        histories.append(History(*kept, torch.zeros(1, dtype=facts.index_dtype, device=device)))
+    out = Verified(torch.zeros_like(x.v, memory_format=torch.contiguous_format), _warm_record(facts, 1))
+    for num_seqs, max_rows, max_path in facts.buckets:
+        slots = torch.full((num_seqs,), INERT, dtype=facts.index_dtype, device=device)
+        tree, path = empty_trees(num_seqs, 1, max_rows, device), empty_paths(num_seqs, max_path, device)
+        fold, pending = torch.zeros_like(path.lengths), _warm_record(facts, 1)
+        priors = [None, *(Prior(history, pending, path, fold, held) for history in histories for held in (None, fold))]
+        for prior in priors:
+            commit_verify(x, state, slots, tree, prior, out, facts.exact)
 
-    def blank(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(*shape, dtype=of, device=facts.device)
 
-    heads, value_heads = facts.num_heads, facts.num_value_heads
-    u = torch.bfloat16 if facts.state_dtype == torch.bfloat16 and not facts.exact else torch.float32
-    keys, values = (heads, facts.key_dim), (value_heads, facts.value_dim)
-    q, k, v = (blank(1, *shape, of=facts.dtype) for shape in (keys, keys, values))
-    a, b = (blank(1, value_heads, of=facts.gate_dtype or facts.dtype) for _ in range(2))
-    x = Projections(q, k, v, a, b, blank(value_heads), blank(value_heads), facts.beta_scale)
+def _warm_rows(facts: Facts) -> Projections:
+    """Return a row as the convolution leaves it: q, k and v side by side."""
+    sizes = [facts.num_heads * facts.key_dim] * 2 + [facts.num_value_heads * facts.value_dim]
+    q, k, v = torch.zeros(1, sum(sizes), dtype=facts.dtype, device=facts.device).split(sizes, dim=1)
+    heads, value_heads = (facts.num_heads, facts.key_dim), (facts.num_value_heads, facts.value_dim)
+    gates = torch.zeros(1, facts.num_value_heads, dtype=facts.gate_dtype or facts.dtype, device=facts.device)
+    of_heads = torch.zeros(facts.num_value_heads, dtype=torch.float32, device=facts.device)
+    q, k, v = q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, value_heads)
+    return Projections(q, k, v, gates, gates, of_heads, of_heads, facts.beta_scale)
 
-    def kept(*rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        high, low = (blank(*rows, value_heads) for _ in range(2))
-        return blank(*rows, *values, of=u), blank(*rows, *keys, of=facts.dtype), high, low
 
-    state = blank(1, *values, facts.key_dim, of=facts.state_dtype)
-    # A history of a multiple of 16 rows, so that all strides are divisible.
-    history = History(*kept(1, 16), blank(1, of=facts.index_dtype))
-    records = Record(*kept(1)), Record(*kept(1))
-    table = blank(2, 1, of=torch.int32)
-    path = PathTables(table[:1], table[0])
-    slots = torch.full((1,), INERT, dtype=facts.index_dtype, device=facts.device)
-    bare = Prior(None, None, None, table[0])
-    priors = (None, bare._replace(record=records[1], path=path))
-    priors += tuple(Prior(history, records[1], path, table[0], held) for held in (None, table[0]))
-    for max_rows in (16, 32, 64, 128):
-        if max_rows == 16 or max_rows < 2 * facts.max_rows:
-            tree = TreeTables(table[0], blank(2, of=torch.int32), table[0], table[0], table[:1], max_rows)
-            for prior in priors:
-                commit_verify(x, state, slots, tree, prior, Verified(torch.empty_like(v), records[0]), facts.exact)
+def _warm_record(facts: Facts, *leading: int) -> Record:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*leading, *shape, dtype=dtype, device=facts.device)
+
+    u = zeros(facts.num_value_heads, facts.value_dim, dtype=facts.record_dtype)
+    k = zeros(facts.num_heads, facts.key_dim, dtype=facts.dtype)
+    return Record(u, k, *(zeros(facts.num_value_heads, dtype=torch.float32) for _ in range(2)))
 
 
 def _step(

@@ -2,12 +2,14 @@
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
 from treewy.errors import UnsupportedError
 from treewy.ops.launch import launch
-from treewy.ops.tree.api import FAULT_BOUNDS, FAULT_PARENT, FAULT_SIZE
+from treewy.ops.tree.api import FAULT_BOUNDS, FAULT_PARENT, FAULT_SIZE, empty, empty_paths
+from treewy.ops.warmup import Facts
 from treewy.packed import WORD, PathTables, TreeTables
 from treewy.shapes import Tensor
 
@@ -61,6 +63,16 @@ def paths(tables: TreeTables, nodes: Tensor, out: PathTables) -> None:
         BP=next_power_of_2(room),
         num_warps=1,
     )
+
+
+def warm(facts: Facts) -> None:
+    """Compile tables, with and without faults, and paths, on sequences without rows."""
+    for num_seqs, max_rows, max_path in facts.buckets:
+        out = empty(num_seqs, 1, max_rows, facts.device)
+        none = torch.full((num_seqs,), -1, dtype=torch.int32, device=facts.device)
+        for faults in (None, torch.empty_like(none)):
+            tables(out.parents, out.cu_rows, out, faults)
+        paths(out, none, empty_paths(num_seqs, max_path, facts.device))
 
 
 def next_power_of_2(number: int) -> int:

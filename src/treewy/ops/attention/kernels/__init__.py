@@ -17,7 +17,10 @@ from treewy.ops.attention.kernels.moves import commit_rows_kernel, compact_rows_
 from treewy.ops.attention.kernels.parts import attend_parts_kernel
 from treewy.ops.attention.records import Paged, Workspace
 from treewy.ops.launch import launch, refuse_interpreted_bfloat16
-from treewy.ops.slots import check_slots
+from treewy.ops.slots import INERT, check_slots
+from treewy.ops.tree.api import empty as empty_trees
+from treewy.ops.tree.api import empty_paths
+from treewy.ops.warmup import Facts
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
 
@@ -104,6 +107,26 @@ def workspace(num_rows: int, num_heads: int, head_dim: int, max_places: int, dev
     return Workspace(*empty)
 
 
+def warm(facts: Facts) -> None:
+    """Compile the kernels of every bucket, and both commits, on sequences of length -1."""
+    if not facts.num_query_heads:
+        return
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=facts.dtype, device=facts.device)
+
+    q, k = zeros(1, facts.num_query_heads, facts.head_dim), zeros(1, facts.num_kv_heads, facts.head_dim)
+    pool = zeros(1, facts.page_len, facts.num_kv_heads, facts.head_dim)
+    columns = -(-facts.max_places // facts.page_len)
+    for num_seqs, max_rows, max_path in facts.buckets:
+        table = torch.zeros(num_seqs, columns, dtype=facts.table_dtype, device=facts.device)
+        committed = Paged(pool, pool, table, torch.full_like(table[:, 0], INERT))
+        tree, path = empty_trees(num_seqs, 1, max_rows, facts.device), empty_paths(num_seqs, max_path, facts.device)
+        verify_paged(q, k, k, committed, tree, 1.0, torch.empty_like(q), None)
+        commit_paged(committed, k, k, path)
+        compact_paged(committed, tree, path)
+
+
 def _whole_slots(keys: Tensor, values: Tensor, slots: Tensor, lengths: Sequence[int]) -> Paged:
     """Take each slot for one page that holds the whole sequence."""
     check_slots(slots, keys.shape[0])
@@ -136,9 +159,10 @@ def _attend(
 ) -> None:
     _check(q, k, v, committed.keys, committed.values, scale)
     num_parts = shapes.CHUNKING.num_parts(committed.max_places)
+    num_queries, num_heads, head_dim = q.shape
     if scratch is None:
-        scratch = workspace(*q.shape, committed.max_places, q.device)
-    _check_scratch(scratch, (num_parts, *q.shape[:2]), q.shape[2])
+        scratch = workspace(num_queries, num_heads, head_dim, committed.max_places, q.device)
+    _check_scratch(scratch, (num_parts, num_queries, num_heads), head_dim)
     # exp(x) = exp2(x * log2(e))
     scale = scale * math.log2(math.e)
     _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)

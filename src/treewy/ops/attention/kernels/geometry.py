@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from treewy.errors import UnsupportedError
-from treewy.ops.launch import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -123,8 +122,8 @@ def _columns(block: int, programs: int, num_sms: int) -> int:
 
 @lru_cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return what blocks depend on; the interpreter stands for a small GPU."""
-    if interpreted() and device.type != "cuda":
+    """Return what blocks depend on; the interpreter stands for a small GPU, and elsewhere `launch` refuses."""
+    if device.type != "cuda":
         return Gpu(shared=99 * 1024, num_sms=1)
     properties = torch.cuda.get_device_properties(device)
     return Gpu(properties.shared_memory_per_block_optin, properties.multi_processor_count)

@@ -7,6 +7,7 @@ import torch
 from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops.gdn.cuda.variant import DIM, Variant, choose, kernel
 from treewy.ops.gdn.records import Prior, Projections, Record, Verified
+from treewy.ops.warmup import Facts
 from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
@@ -90,6 +91,29 @@ def commit_verify(
         kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
 
 
+def warm(facts: Facts) -> None:
+    """Compile the variants of every bucket, after a step and without prior rows, and launch nothing.
+
+    Only a GPU can run them: on another device no step launches any.
+    """
+    device = torch.device(facts.device)
+    if facts.gdn_backend != "cuda" or device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for num_seqs, max_rows, max_path in facts.buckets:
+        for max_prior in (0, facts.history_capacity + max_path):
+            chosen = choose(
+                max_rows=max_rows,
+                max_prior=max_prior,
+                state=facts.state_dtype,
+                u=facts.record_dtype,
+                exact=facts.exact,
+                num_heads=num_seqs * facts.num_value_heads,
+                shared_limit=torch.cuda.get_device_properties(index).shared_memory_per_block_optin,
+            )
+            kernel(chosen, index)
+
+
 def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
     """Refuse what the kernel was not written for.
 
@@ -102,6 +126,11 @@ def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
         raise BackendError(
             f"The CUDA kernel must run on a GPU; got operands on {state.device}. Use backend='eager' there."
         )
+    check_operands(x, state, o, record)
+
+
+def check_operands(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
+    """Refuse what the kernel could not read, wherever it lies; see `check`."""
     if state.shape[2:] != (DIM, DIM):
         raise UnsupportedError(
             f"The CUDA kernel takes heads of {DIM} keys and {DIM} values; got state {tuple(state.shape)}. "

@@ -75,11 +75,8 @@ struct Params {
     float beta_scale;
 };
 
-// ---- small tools ----
-__device__ __forceinline__ float lo_of(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float hi_of(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-__device__ __forceinline__ float widen(u16 x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ float widen(float x) { return x; }
+// ---- instructions: whoever runs this elsewhere brings their own ----
+#ifndef TREEWY_EMULATED
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -90,9 +87,6 @@ __device__ __forceinline__ u16 narrow(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
     return r;
 }
-__device__ __forceinline__ void put(float *p, float x) { *p = x; }
-__device__ __forceinline__ void put(u16 *p, float x) { *p = narrow(x); }
-__device__ __forceinline__ bool finite(float x) { return fabsf(x) <= MAX_FLOAT; }
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -126,6 +120,31 @@ __device__ __forceinline__ u16 early(const u16 *p) {
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
+__device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
+}
+__device__ __forceinline__ void load4_turned(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
+}
+__device__ __forceinline__ void load2_turned(u32 (&x)[2], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(smem_at(row)));
+}
+// An 8 x 8 tile transposed: lane (g, c) gives row g, columns 2 c and 2 c + 1, and gets those of the transpose.
+__device__ __forceinline__ u32 turn8x8(u32 pair) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+#endif
+
+// ---- small tools ----
+__device__ __forceinline__ float lo_of(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ float hi_of(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+__device__ __forceinline__ float widen(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ void put(float *p, float x) { *p = x; }
+__device__ __forceinline__ void put(u16 *p, float x) { *p = narrow(x); }
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) <= MAX_FLOAT; }
 __device__ __forceinline__ float read_gate(const void *p, i64 at, int f32) {
     return f32 ? early((const float *)p + at) : widen(early((const u16 *)p + at));
 }
@@ -134,12 +153,6 @@ __device__ __forceinline__ u64 ancestors_of(const Params &p, int row) {
     u64 bits = early(w);
     if (BT > 32 && p.words > 1) bits |= (u64)early(w + 1) << 32;
     return bits;
-}
-__device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
-}
-__device__ __forceinline__ void load4_turned(u32 (&x)[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
 }
 // Three bfloat16 parts hold 24 bits: x = parts[0] + parts[1] + parts[2]. Two neighbours at a time.
 template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u32 (&parts)[COUNT]) {
@@ -380,19 +393,10 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
     }
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
+        // What is added is summed apart: tensor cores cut off what does not fit, and a state would drift towards zero.
         float d[2][4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
-#if STATE_F32
-            float2 y = *(const float2 *)at;
-#else
-            u32 pair = *(const u32 *)at;
-            float2 y = make_float2(lo_of(pair), hi_of(pair));
-#endif
-            d[e >> 1][2 * (e & 1)] = x.carried * y.x;
-            d[e >> 1][2 * (e & 1) + 1] = x.carried * y.y;
-        }
+        for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = 0.f;
 #pragma unroll
         for (int h = 0; h < CHUNKS; ++h) {
             if (16 * h >= w.prior) break;
@@ -412,10 +416,13 @@ __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, co
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             st *at = &m.s[row + g + 8 * (e & 1)][16 * k + 2 * c + 8 * (e >> 1)];
+            const float d0 = d[e >> 1][2 * (e & 1)], d1 = d[e >> 1][2 * (e & 1) + 1];
 #if STATE_F32
-            *(float2 *)at = make_float2(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+            float2 y = *(const float2 *)at;
+            *(float2 *)at = make_float2(fmaf(x.carried, y.x, d0), fmaf(x.carried, y.y, d1));
 #else
-            *(u32 *)at = pack(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+            u32 y = *(const u32 *)at;
+            *(u32 *)at = pack(fmaf(x.carried, lo_of(y), d0), fmaf(x.carried, hi_of(y), d1));
 #endif
         }
     }
@@ -1015,9 +1022,8 @@ __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float
         for (int t = 0; t < MT; ++t)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                u32 pair = pack(x[t][n][2 * h], x[t][n][2 * h + 1]), turned;
+                const u32 turned = turn8x8(pack(x[t][n][2 * h], x[t][n][2 * h + 1]));
                 // Lane (g, c) gets row 8 n + g, columns 2 c and 2 c + 1 of the tile.
-                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
                 *(u32 *)&z.values[8 * n + g][first + 16 * t + 8 * h + 2 * c] = turned;
             }
     }
@@ -1102,8 +1108,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
                 u32 v[2];
-                u32 at = smem_at(&z.values[8 * n + (lane & 7)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
-                asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at));
+                load2_turned(v, &z.values[8 * n + (lane & 7)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     r[t][n][2 * h] = beta.x * (lo_of(v[h]) - read.x * r[t][n][2 * h]);

@@ -1,0 +1,229 @@
+"""The CUDA kernel on the CPU against the definition: every branch that a machine without a GPU can check."""
+
+import pytest
+import torch
+
+from ops.cuda_on_cpu.steps import LAYER, Seq, step
+from tolerances import (
+    CUDA_EXACT,
+    CUDA_FAST,
+    CUDA_FOLD_BFLOAT16,
+    FLOAT32_PATH_SUM,
+    TWO_FLOAT32,
+)
+from treewy.ops.gdn.cuda.variant import Variant
+from treewy.tree import DraftTree
+
+# bt, nw, mt, state_f32, u_f32, parts, exact, pmax, min_blocks
+VARIANTS = {
+    "4": Variant(4, 4, 2, 0, 0, 2, 0, 16, 1),
+    "4 exact": Variant(4, 4, 1, 1, 1, 3, 1, 32, 1),
+    "16": Variant(16, 4, 2, 0, 0, 2, 0, 32, 1),
+    "16 float32": Variant(16, 8, 1, 1, 1, 2, 0, 16, 1),
+    "16 exact": Variant(16, 2, 1, 1, 1, 3, 1, 16, 1),
+    "48": Variant(48, 8, 1, 0, 0, 2, 0, 32, 1),
+    "64": Variant(64, 4, 1, 0, 0, 2, 0, 48, 1),
+    "64 exact": Variant(64, 8, 1, 0, 1, 3, 1, 16, 1),
+}
+CHAIN_4, WIDTHS_2, WIDTHS_3 = DraftTree.chain(3), DraftTree.from_widths([2, 2, 2]), DraftTree.from_widths([3, 3, 3])
+FIVE = DraftTree([-1, 0, 0, 1, 2])
+SPINE = DraftTree([-1] + [row - 1 if row % 2 else row - 2 for row in range(1, 64)])
+TREES = {
+    4: [CHAIN_4, DraftTree.from_widths([2]), DraftTree([-1, 0, 0, 1])],
+    16: [WIDTHS_2, DraftTree.chain(10), FIVE],
+    48: [WIDTHS_3, DraftTree.chain(47), FIVE],
+    64: [DraftTree.chain(63), SPINE, WIDTHS_3],
+}
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+def distance(ours, theirs):
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+def same_bits(ours, theirs):
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def check_rows(done, want):
+    """Outputs and records of the rows that are somebody's; zeros elsewhere."""
+    bound = CUDA_EXACT if done.variant.exact else CUDA_FAST
+    for i, seq in enumerate(done.seqs):
+        rows = done.rows(i)
+        if seq.inert:
+            assert not done.out.o[rows].count_nonzero()
+        elif seq.tree is not None:
+            ours, theirs = done.out.record, want.out.record
+            # Outputs are rounded to bfloat16, whatever the arithmetic.
+            assert distance(done.out.o[rows], want.out.o[rows]) < CUDA_FAST
+            assert distance(ours.u[rows], theirs.u[rows]) < bound
+            assert same_bits(ours.k[rows], done.x.k[rows])
+            decays = (part.decay_high[rows].double() + part.decay_low[rows].double() for part in (ours, theirs))
+            torch.testing.assert_close(*decays, rtol=FLOAT32_PATH_SUM, atol=0)
+    assert not done.out.o[done.tree.cu_rows[-1] :].count_nonzero()
+
+
+def check_memory(before, done, want):
+    """States and histories: what folds is right, what is appended is exact, all else is untouched."""
+    bound = CUDA_EXACT if done.variant.state_f32 else CUDA_FOLD_BFLOAT16
+    history = done.prior and done.prior.history
+    untouched = torch.ones(len(done.state), dtype=torch.bool)
+    for i, seq in enumerate(done.seqs):
+        slot = int(done.slots[i])
+        if seq.inert or not (seq.held or seq.path):
+            continue
+        if seq.fold or history is None:
+            assert distance(done.state[slot], want.state[slot]) < bound
+            untouched[slot] = False
+        else:
+            assert same_bits(done.state[slot], before.state[slot])
+    assert same_bits(done.state[untouched], before.state[untouched])
+    if history is not None:
+        check_history(before.prior.history, done, want.prior.history)
+
+
+def check_history(before, done, want):
+    old, ours, record = before, done.prior.history, done.prior.record
+    expected = [part.clone() for part in old[:2]]
+    for i, seq in enumerate(done.seqs):
+        slot, end = int(done.slots[i]), seq.held + len(seq.path)
+        if seq.inert or seq.fold or end > ours.num_rows:
+            assert seq.inert or same_bits(ours.decay_high[slot], old.decay_high[slot])
+            continue
+        rows = done.prior.path.rows[i, : len(seq.path)].long()
+        expected[0][slot, seq.held : end] = record.u[rows]
+        expected[1][slot, seq.held : end] = record.k[rows]
+        sums = ours.decay_high[slot, :end].double() + ours.decay_low[slot, :end].double()
+        exact = want.decay_high[slot, :end] + want.decay_low[slot, :end]
+        torch.testing.assert_close(sums, exact, rtol=TWO_FLOAT32, atol=0)
+        assert ours.decay_high[slot, end:].isnan().all()
+    for part, should in zip(ours[:2], expected, strict=True):
+        assert same_bits(part, should)
+    assert same_bits(ours.decay_high[0], old.decay_high[0])
+    assert torch.equal(ours.lengths, old.lengths)
+
+
+def check(before, **options):
+    done = before.run(**options)
+    want = before.defined(done.state)
+    check_rows(done, want)
+    check_memory(before, done, want)
+
+
+@variants
+@pytest.mark.parametrize("backwards", [False, True], ids=["", "backwards"])
+def test_histories_are_kept_and_folded(name, backwards):
+    """Sequences of every kind side by side: nothing before, a history, a path to append, one too long, folds, inert."""
+    variant = VARIANTS[name]
+    first, second, third = TREES[variant.bt]
+    seqs = [
+        Seq(first, held=3, path=(0, 1, 3)),
+        Seq(second),
+        Seq(third, inert=True, held=2, path=(0, 1)),
+        Seq(None, held=1, path=(0, 2), fold=1),
+        Seq(second, held=5, path=(0, 1, 2, 4), fold=1),
+        Seq(first, held=7, path=(0, 5)),
+        Seq(DraftTree([-1]), path=(0,)),
+        Seq(None, held=2, path=(0, 2)),
+        Seq(third, held=6),
+    ]
+    check(step(seqs, variant, places=8, padding=3), backwards=backwards)
+
+
+@variants
+def test_paths_go_into_the_state_where_there_is_no_history(name):
+    """Three value heads share their keys."""
+    variant = VARIANTS[name]
+    first, second, third = TREES[variant.bt]
+    seqs = [
+        Seq(second, path=(0, 1, 3, 4, 6)),
+        Seq(None, path=(0, 7)),
+        Seq(third),
+        Seq(first, path=tuple(range(8))),
+        Seq(third, path=(0,), inert=True),
+    ]
+    check(step(seqs, variant, spec=LAYER._replace(group=3), seed=1, padding=1))
+
+
+@variants
+@pytest.mark.parametrize("gate", [20.0, 200.0])
+def test_strong_gates(name, gate):
+    variant = VARIANTS[name]
+    seqs = [Seq(tree) for tree in TREES[variant.bt][:2]]
+    before = step(seqs, variant, spec=LAYER._replace(strong_gate=gate), seed=2)
+    done = before.run()
+    check_rows(done, before.defined(done.state))
+    assert same_bits(done.state, before.state)
+
+
+@pytest.mark.parametrize("name", ["4", "16"])
+def test_other_operands(name):
+    """Gates in bfloat16, keys that stay where they are, lengths gathered before, and a slot past the pool."""
+    variant = VARIANTS[name]
+    first, second, third = TREES[variant.bt]
+    seqs = [Seq(first, held=2, path=(0, 4)), Seq(second, held=4, fold=1), Seq(third, inert=True)]
+    before = step(seqs, variant, places=8, seed=7)
+    narrow = {gate: getattr(before.x, gate).bfloat16() for gate in "ab"}
+    held = torch.tensor([2, 4, 0], dtype=torch.int32)
+    before = before._replace(x=before.x._replace(**narrow), prior=before.prior._replace(held=held))
+    check(before)
+    far = before._replace(slots=torch.where(before.slots < 0, len(before.state), before.slots))
+    done, same = far.run(stay=True), before.run()
+    rows = before.tree.cu_rows[2]
+    assert not done.out.o[rows:].count_nonzero()
+    assert same_bits(done.out.o, same.out.o)
+    assert same_bits(done.state, same.state)
+    assert done.out.record.k.data_ptr() == before.x.k.data_ptr()
+
+
+def test_full_prior_rows():
+    """48 prior rows, two and a half chunks and three, kept and folded."""
+    long = tuple(range(8))
+    seqs = [Seq(FIVE, held=40, path=long), Seq(FIVE, held=40, path=long, fold=1), Seq(CHAIN_4, held=33, path=long)]
+    check(step(seqs, VARIANTS["64"], places=48, seed=3))
+
+
+@pytest.mark.parametrize("name", ["4", "16", "16 exact", "64"])
+@pytest.mark.parametrize("part", ["q", "k", "v", "a", "b"])
+def test_what_is_not_finite_spoils_descendants_only(name, part):
+    """A NaN in one row, in one head where it is a head's own."""
+    variant = VARIANTS[name]
+    tree = TREES[variant.bt][-1 if variant.bt < 64 else 1]
+    before = step([Seq(tree, held=2, path=(0, 3))], variant, places=4, seed=4)
+    clean = before.run()
+    spoiled = before.x._replace(**{part: getattr(before.x, part).clone()})
+    getattr(spoiled, part)[1, 0, ...] = torch.nan
+    done = before._replace(x=spoiled).run()
+    sees = torch.tensor([1 in tree.path(row) for row in range(tree.num_rows)])
+    heads = slice(None) if part in "qk" else slice(0, 1)
+    if part == "q":
+        sees = torch.arange(tree.num_rows) == 1
+    hit = sees[:, None] & torch.zeros(2, dtype=torch.bool).index_fill(0, torch.arange(2)[heads], True)
+    pairs = [(done.out.o, clean.out.o)] + [(done.out.record.u, clean.out.record.u)] * (part != "q")
+    for ours, theirs in pairs:
+        assert ours[hit].isnan().all()
+        assert same_bits(ours[~hit], theirs[~hit])
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+@pytest.mark.parametrize(("tree", "names"), [(FIVE, ["16", "48", "64"]), (CHAIN_4, ["4", "16", "64"])])
+def test_bits_do_not_depend_on_bucket_or_neighbours(tree, names, fold):
+    """One sequence in kernels of several sizes, block shapes and places, alone and beside others."""
+    seen = []
+    for name in names:
+        seq = Seq(tree, held=3, path=(0, 1, 3), fold=fold)
+        alone = step([seq], VARIANTS[name], places=8, seed=5)
+        beside = step([seq, Seq(CHAIN_4, held=1, path=(0,)), Seq(tree)], VARIANTS[name], places=8, seed=6, padding=2)
+        rows, slots = slice(0, tree.num_rows), (int(alone.slots[0]), int(beside.slots[0]))
+        for ours, theirs in zip(beside.x[:5], alone.x[:5], strict=True):
+            ours[rows] = theirs
+        beside.state[slots[1]] = alone.state[slots[0]]
+        for ours, theirs in zip(beside.prior.record, alone.prior.record, strict=True):
+            ours[: len(theirs)] = theirs
+        for ours, theirs in zip(beside.prior.history, alone.prior.history, strict=True):
+            ours[slots[1]] = theirs[slots[0]]
+        for problem, slot in zip((alone, beside), slots, strict=True):
+            done = problem.run()
+            seen.append([done.out.o[rows], *(part[rows] for part in done.out.record), done.state[slot]])
+    for other in seen[1:]:
+        assert all(same_bits(ours, theirs) for ours, theirs in zip(other, seen[0], strict=True))
