@@ -122,5 +122,8 @@ CUDA_EXACT = 1e-6
 # A bfloat16 state after a fold: rounded once, 2**-9 of each element at most.
 CUDA_FOLD_BFLOAT16 = 3e-3
 
+# The share of its elements that are not float64's, rounded: errors of 2**-18 tip a rounding now and then.
+CUDA_FOLD_UNLIKE = 1e-2
+
 # Path sums in double of log decays that are each a float32 exp and log1p.
 FLOAT32_PATH_SUM = 1e-6

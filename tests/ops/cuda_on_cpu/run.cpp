@@ -36,15 +36,28 @@ static void check_guards() {
         if (memcmp(guarded + i, &POISON, 4) || memcmp(guarded + GUARD + SHARED_BYTES + i, &POISON, 4))
             snprintf(message, sizeof message, "block (%u, %u): wrote past shared memory", blockIdx.x, blockIdx.y);
 }
+// Let one warp run as far as it can. Returns whether it moved at all.
+static bool run_warp(int warp, bool backwards) {
+    bool moved = false;
+    for (bool again = true; again;) {
+        again = false;
+        for (int i = 0; i < LANES; ++i) {
+            Fiber &fiber = block.fibers[threadIdx.x = LANES * warp + (backwards ? LANES - 1 - i : i)];
+            if (fiber.waits || fiber.ended) continue;
+            moved = again = true;
+            swapcontext(&block.scheduler, &fiber.context);
+            if (message[0]) return true;
+        }
+    }
+    return moved;
+}
+// Warps run up to barriers one after the other: what two of them do at once on a GPU is far apart here.
 static void run_block(bool backwards) {
     start_block();
     while (block.running) {
         bool moved = false;
-        for (int i = 0; i < 32 * NW; ++i) {
-            Fiber &fiber = block.fibers[threadIdx.x = backwards ? 32 * NW - 1 - i : i];
-            if (fiber.waits || fiber.ended) continue;
-            moved = true;
-            swapcontext(&block.scheduler, &fiber.context);
+        for (int i = 0; i < NW; ++i) {
+            moved |= run_warp(backwards ? NW - 1 - i : i, backwards);
             if (message[0]) return;
         }
         if (!moved) {
