@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.usefixtures("small_blocks")
 def test_greedy_walks_are_those_of_the_rule(backend):
-    """Ragged batches with padding, slots of -1, twins, walks of every length, cut or not."""
+    """Faults G05 and G13: ragged batches with padding, slots of -1, twins, walks of every length, cut or not."""
     lengths = []
     for seed in range(25):
         batch = drafted.make(seed, num_seqs=seed % 4, vocab=5 + seed, num_levels=4 if seed % 3 else None)
@@ -93,7 +93,7 @@ def test_what_a_walk_says_of_its_end(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [16, VOCAB])
 def test_ties_go_to_the_lowest_id(backend, dtype, vocab):
-    """Logits equal at 5, 9, the last id, and in the same place of every block give 5; the last alone is found."""
+    """Fault F13: logits equal at 5, 9, the last id, and in the same place of every block give 5; the last alone is found."""
     logits = torch.full((2, vocab), -1.0, dtype=dtype)
     logits[0, [5, 9, vocab - 1, *range(5, vocab, 4096)]] = 2.0
     logits[1, vocab - 1] = 2.0
@@ -104,7 +104,7 @@ def test_ties_go_to_the_lowest_id(backend, dtype, vocab):
 @pytest.mark.parametrize("place", [0, 3, 10, 29])
 @pytest.mark.usefixtures("small_blocks")
 def test_logits_that_say_nothing(backend, place):
-    """A NaN anywhere, an infinite maximum, or no finite logit give no token; minus infinity is a logit."""
+    """Fault F10: a NaN anywhere, an infinite maximum, or no finite logit give no token; minus infinity is a logit."""
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0))
     logits[0, place], logits[1, place], logits[2, place] = float("nan"), float("inf"), float("-inf")
     logits[3], logits[4] = float("-inf"), float("nan")
@@ -132,7 +132,7 @@ def test_rows_that_nobody_owns_are_not_read(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_placeholder_is_never_accepted(backend):
-    """Draft token -1 stands for nothing, also where the choice is none. The host refuses such drafts."""
+    """Fault H16: draft token -1 stands for nothing, also where the choice is none. The host refuses such drafts."""
     tables, tokens = operands(chain(1, 2, 3))
     tokens[1] = -1
     for choice in (-1, 0):
@@ -151,7 +151,7 @@ def test_a_placeholder_is_never_accepted(backend):
 @pytest.mark.parametrize(("backend", "seeds"), [("eager", 200), ("triton", 24)])
 @pytest.mark.usefixtures("small_blocks")
 def test_sampled_walks_are_those_of_the_rule(backend, seeds):
-    """Drawn and chosen children, laws used up, every mix of filters, with the same numbers."""
+    """Faults H08 and H15: drawn and chosen children, laws used up, every mix of filters, with the same numbers."""
     lengths, num_fallen = [], 0
     for seed in range(seeds):
         batch = drafted.make(
@@ -171,7 +171,7 @@ def test_sampled_walks_are_those_of_the_rule(backend, seeds):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_siblings_that_fall():
-    """Five siblings, each tested against what the ones before it left; then a draw from what all left."""
+    """Fault H08: several in a row, each tested against what the ones before it left; then a draw from what all left."""
     rng, num, vocab = np.random.default_rng(4), 40, 9
     laws, tokens = rng.dirichlet(np.full(vocab, 2.0), num), np.zeros((num, 6), dtype=int)
     laws[::4] = np.where(np.argsort(np.argsort(laws[::4])) > 5, laws[::4], 0)
@@ -228,7 +228,7 @@ def test_they_are_those_of_accept_sampled(backend, num_drafts):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chosen_drafts_change_no_token_and_no_number(backend):
-    """One number per token, with drafts, without, with good ones and bad; greedy requests take none."""
+    """Fault H12: one number per token, with drafts, without, with good ones and bad; greedy requests take none."""
     rng, vocab = np.random.default_rng(8), 6
     logits = torch.tensor(rng.normal(size=(8, vocab)), dtype=torch.float32)
     numbers = torch.tensor(rng.random((1, 8)))
@@ -337,7 +337,7 @@ def test_only_rows_on_the_way_are_read(backend):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_neighbours_change_nothing():
-    """A sequence alone and in the batch has one outcome."""
+    """Fault D-kind: a sequence alone, in the batch, and with more room has one outcome."""
     batch = drafted.make(2, num_seqs=3, vocab=10)
     want = batch.sampled(backend="triton", slots=None)
     tables = batch.tree.tables
@@ -399,7 +399,7 @@ def test_a_token_of_weight_0_is_never_drawn(backend, number):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stream_is_the_hosts(backend):
-    """The numbers of a seed, from any position; those of drafts are others."""
+    """Faults H05 and H10: the numbers of a seed, from any position; those of drafts are others."""
     streams = [Stream(seed, purpose) for seed in (0, 1, 2**70) for purpose in (DRAFT, ACCEPT)]
     keys = torch.tensor([stream.key for stream in streams])
     positions = torch.tensor([0, 1, 2, 3, 4, 1001])
@@ -425,7 +425,7 @@ def test_a_batch_of_none(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_buffers_are_written_whole(backend):
-    """What a longer walk left is gone, also where a sequence has no slot."""
+    """Fault C10: what a longer walk left is gone, also where a sequence has no slot."""
     batch = drafted.make(5, num_seqs=3, vocab=12)
     out = accept.empty(3, batch.tree.max_size, batch.tree.max_size)
     choices = torch.full((batch.tree.num_rows,), 99, dtype=torch.int32)
@@ -440,7 +440,7 @@ def test_buffers_are_written_whole(backend):
 
 
 def test_views():
-    """Logits that are columns of a wider tensor, and numbers that are; transposed ones are refused."""
+    """Fault K12: logits that are columns of a wider tensor, and numbers that are; transposed ones are refused."""
     batch = drafted.make(4, num_seqs=2, vocab=20)
     wide = torch.full((batch.tree.num_rows, 50), float("nan"))
     wide[:, 3:23] = batch.logits

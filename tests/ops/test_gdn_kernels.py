@@ -250,7 +250,7 @@ class TestNotFinite:
         assert torch.equal(dirty.o[5:], clean.o[5:])
 
     def test_strong_gates_do_not_overflow(self):
-        """Differences of logs are masked before exp, and a lone strong gate leaves its sibling exact."""
+        """Faults F01 and F02: differences of logs are masked before exp, and a lone strong gate leaves its sibling exact."""
         tree = DraftTree([-1, 0, 0, 1, 2])
         x, state = problem([tree])
         x.a[1], x.a[2] = 3e4, -30.0

@@ -168,7 +168,7 @@ def test_one_graph_for_every_tree(drawn):
 
 
 def test_rows_past_the_32nd_bit():
-    """A row of logits further than 2^31 elements from the first."""
+    """Fault K01: a row of logits further than 2^31 elements from the first."""
     num_rows = 2**31 // VOCAB + 3
     logits = torch.zeros(num_rows, VOCAB, dtype=torch.float16, device="cuda")
     logits[-1, 77] = 1

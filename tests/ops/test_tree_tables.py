@@ -51,7 +51,7 @@ def test_they_are_those_of_the_packed_trees(backend, packed):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_deep_wide_and_root_alone(backend, dtype):
-    """A star of 64 siblings, chains over several words, roots alone, more rows than one program fills."""
+    """Fault G08: a star of 64 siblings, chains over several words, roots alone, more rows than one program fills."""
     shapes = [DraftTree.chain(127), DraftTree.from_widths([64]), DraftTree([-1]), SHAPES["two arms"], DraftTree([-1])]
     packed = pack(shapes, num_rows=600)
     want = packed.tables
@@ -79,7 +79,7 @@ def test_a_batch_of_none(backend, num_rows, max_rows):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_buffers_are_filled_again_and_again(backend, in_place):
-    """Nothing of a larger batch before shows; in place, what is read is what is written."""
+    """Fault C09: nothing of a larger batch before shows; in place, what is read is what is written."""
     buffers = tree.empty(3, 30, 12)
     for shapes in (["chain 11", "widths 3 3 3", "root"], ["scattered"], [], ["root", "chain 3", "chain 11"]):
         fitting = [SHAPES[name].prefix(min(12, SHAPES[name].num_rows)) for name in shapes]
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_strided_operands():
-    """Parents and boundaries as columns of something wider."""
+    """Fault K09: parents and boundaries as columns of something wider."""
     wide = torch.stack([int32([-1, 0, 0, 5]), int32([0, 2, 3, 9])], dim=1)
     for backend in BACKENDS:
         got = tree.tables(wide[:3, 0], wide[:3, 1], max_rows=2, backend=backend)
