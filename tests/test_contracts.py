@@ -53,6 +53,7 @@ def test_public_names_of_the_delta_rule() -> None:
         "Snapshots",
         "Verified",
         "append",
+        "choose_folds",
         "commit",
         "commit_snapshots",
         "commit_verify",
@@ -61,6 +62,7 @@ def test_public_names_of_the_delta_rule() -> None:
         "fold",
         "l2_normalise",
         "scale_queries",
+        "settle",
         "verify",
         "verify_snapshots",
     ]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ops import cuda_on_cpu
 from ops.cuda_on_cpu.steps import LAYER, Seq, step
 from tolerances import (
     CUDA_EXACT,
@@ -12,7 +13,9 @@ from tolerances import (
     FLOAT32_PATH_SUM,
     TWO_FLOAT32,
 )
+from treewy.errors import ShapeError
 from treewy.ops.gdn.cuda.variant import Variant
+from treewy.ops.tree import tables as make_tables
 from treewy.tree import DraftTree
 
 # bt, nw, mt, state_f32, u_f32, parts, exact, pmax, min_blocks
@@ -232,3 +235,69 @@ def test_bits_do_not_depend_on_bucket_or_neighbours(tree, names, fold):
             seen.append([done.out.o[rows], *(part[rows] for part in done.out.record), done.state[slot]])
     for other in seen[1:]:
         assert all(same_bits(ours, theirs) for ours, theirs in zip(other, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["4", "16"])
+def test_what_is_no_tree_is_inert(name):
+    """A row whose parent comes after it, and what hangs below: zeros, whatever they hold, and no influence on the tree."""
+    chain = CHAIN_4 if name == "4" else DraftTree.chain(6)
+    clean = step([Seq(chain), Seq(CHAIN_4)], VARIANTS[name])
+    parents = clean.tree.parents.clone()
+    parents[2] = 3
+    tables = make_tables(parents, clean.tree.cu_rows, max_rows=clean.tree.max_rows)
+    broken = clean._replace(tree=tables)
+    want = clean.run()
+    broken.x.v[2] = broken.x.k[3] = torch.nan
+    done = broken.run()
+    kept = [0, 1, *range(chain.num_rows, chain.num_rows + 4)]
+    assert not done.out.o[2 : chain.num_rows].count_nonzero()
+    assert same_bits(done.out.o[kept], want.out.o[kept])
+
+
+@pytest.mark.parametrize(("name", "bound"), [("4", 2), ("16", 2), ("16", 6)])
+def test_rows_past_the_bound_of_a_tree_are_inert(name, bound):
+    """The bound is the caller's word; rows beyond it get zeros and reach nobody."""
+    clean = step([Seq(CHAIN_4 if bound < 4 else DraftTree.chain(9)), Seq(CHAIN_4)], VARIANTS[name])
+    want = clean.run()
+    rows = clean.rows(0)
+    cut = clean._replace(tree=clean.tree._replace(max_rows=bound))
+    cut.x.v[rows.start + bound] = torch.nan
+    done = cut.run()
+    assert not done.out.o[rows.start + bound : rows.stop].count_nonzero()
+    assert same_bits(done.out.o[rows.start : rows.start + bound], want.out.o[rows.start : rows.start + bound])
+
+
+def test_tables_that_name_what_is_not_there():
+    """A path longer than its table is its table's; rows past the record stay within it."""
+    whole = step([Seq(CHAIN_4, path=(0, 1, 3)), Seq(CHAIN_4, path=(0, 2))], VARIANTS["4"])
+    assert whole.prior is not None
+    narrow = whole.prior.path._replace(rows=whole.prior.path.rows[:, :2].contiguous())
+    shorter = whole.prior.path._replace(rows=narrow.rows, lengths=torch.tensor([2, 2], dtype=torch.int32))
+    got, want = (whole._replace(prior=whole.prior._replace(path=path)).run() for path in (narrow, shorter))
+    assert same_bits(got.state[1:], want.state[1:])
+    assert same_bits(got.out.o, want.out.o)
+    far = whole.prior.path._replace(rows=torch.full_like(whole.prior.path.rows, 77))
+    done = whole._replace(prior=whole.prior._replace(path=far)).run()
+    assert done.out.o.isfinite().all()
+
+
+def test_layouts_that_would_be_misread_are_refused():
+    good = step([Seq(CHAIN_4, held=2, path=(0, 1))], VARIANTS["4"], places=4)
+    prior = good.prior
+    assert prior is not None
+    assert prior.record is not None
+    assert prior.history is not None
+    wide = prior.record._replace(u=prior.record.u.float())
+    decays = prior.record._replace(decay_high=prior.record.decay_high.double())
+    strided = good.out.record._replace(u=torch.empty(4, 2, 256, dtype=torch.bfloat16)[..., ::2])
+    gates = good.x._replace(a=good.x.a.repeat_interleave(2, dim=1)[:, ::2])
+    for wrong, match in (
+        (good._replace(prior=prior._replace(record=wide)), r"record\.u in torch\.bfloat16.*got torch\.float32"),
+        (good._replace(prior=prior._replace(record=decays)), r"record's decays in float32"),
+        (good._replace(out=good.out._replace(record=strided)), r"out\.record\.u .*contiguous"),
+        (good._replace(x=gates), "a with heads side by side"),
+    ):
+        with pytest.raises(ShapeError, match=match):
+            cuda_on_cpu.commit_verify(
+                wrong.x, wrong.state, wrong.slots, wrong.tree, wrong.prior, wrong.out, wrong.variant
+            )

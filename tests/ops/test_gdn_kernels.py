@@ -12,6 +12,7 @@ from tolerances import EXACT, FLOAT32_FLOOR, KERNEL_FLOAT32, KERNEL_HARD_FLOAT32
 from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops import gdn
 from treewy.ops.launch import LAUNCHES
+from treewy.ops.tree import tables as make_tables
 from treewy.packed import PathTables, pack, pack_paths
 from treewy.tree import DraftTree
 
@@ -182,6 +183,40 @@ class TestWhatMustNotMatter:
         assert (verified.o[:5] == 0).all()
         assert (verified.o[5:] != 0).all()
         assert all(map(torch.equal, before, raw([state, *history])))
+
+    def test_what_is_no_tree_is_inert(self):
+        """A row whose parent comes after it, and what hangs below: zeros, whatever they hold, and no influence on the tree."""
+        x, state = problem([DraftTree.chain(5)])
+        want = step_on(state.clone(), [1], [DraftTree.chain(5)], x)
+        tables = pack([DraftTree.chain(5)]).tables
+        parents = tables.parents.clone()
+        parents[3] = 5
+        broken = make_tables(parents, tables.cu_rows, max_rows=6)
+        x.v[4] = x.k[3] = torch.nan
+        slots = torch.tensor([1], dtype=torch.int32)
+        got = gdn.commit_verify(x, state.clone(), slots, broken, backend="triton")
+        assert (got.o[3:] == 0).all()
+        assert torch.equal(got.o[:3], want.o[:3])
+
+    def test_paths_and_histories_longer_than_their_tables(self):
+        """They end where their tables end; nothing of a neighbour is read."""
+        x, state = problem([DraftTree.chain(1)] * 2)
+        history = empty_history(state, 1, 4)
+        history = gdn.History(
+            *(torch.ones_like(part) for part in history[:4]),
+            torch.tensor([4, 900, 4, 4], dtype=torch.int32)[: len(state)],
+        )
+        fold, slots = torch.zeros(2, dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+        tables = pack([DraftTree.chain(1)] * 2).tables
+        far = gdn.commit_verify(
+            x, state.clone(), slots, tables, prior=gdn.Prior(history, None, None, fold), backend="triton"
+        )
+        history.lengths[1] = 4
+        near = gdn.commit_verify(
+            x, state.clone(), slots, tables, prior=gdn.Prior(history, None, None, fold), backend="triton"
+        )
+        assert far.o.isfinite().all()
+        assert torch.equal(far.o, near.o)
 
     def test_neighbours_and_padding(self):
         """A sequence alone, and beside others in a larger bucket whose trees are larger: the same values."""

@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from treewy.ops.gdn import Prior, Projections, Record, Verified
+from treewy.ops.gdn import Prior, Projections, Verified
 from treewy.ops.gdn.cuda import entry
 from treewy.ops.gdn.cuda.variant import SOURCE, Variant
 from treewy.packed import TreeTables
@@ -47,15 +47,9 @@ def commit_verify(
     Raises:
         AssertionError: the kernel did what a GPU leaves undefined.
     """
-    record = out.record
-    assert isinstance(record, Record)
-    entry.check_operands(x, state, out.o, record)
-    group = state.shape[1] // x.k.shape[1]
-    params = entry.Params(num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1)
+    entry.check_operands(x, state, out, prior)
     keep: list[Tensor] = []
-    entry._set_operands(params, x, state, slots, tree, keep)
-    entry._set_prior(params, prior, keep)
-    entry._set_out(params, x, out.o, record)
+    params = entry.make_params(x, state, slots, tree, prior, out, keep)
     grid = (state.shape[1] * variant.value_blocks, tree.num_seqs)
     launch(build(SOURCE.read_text(), tuple(variant.macros().items())), grid, params, backwards=backwards)
 

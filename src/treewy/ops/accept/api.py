@@ -205,12 +205,22 @@ def uniforms(
         num: How many.
         out: Where to write, float64.
         backend: "eager" (default), "reference" or "triton".
+
+    Raises:
+        ShapeError: keys, positions and out differ in their requests, or have other dtypes.
     """
     if out is None:
         out = torch.empty(len(positions), num, dtype=torch.float64, device=keys.device)
     if (keys.dtype, positions.dtype, out.dtype) != (torch.int64, torch.int64, torch.float64):
         raise ShapeError(
-            f"keys and positions must be int64 and out float64; got {keys.dtype}, {positions.dtype} and {out.dtype}."
+            f"keys and positions must be int64 and out float64; got {keys.dtype}, {positions.dtype} and {out.dtype}. "
+            "Convert them first."
+        )
+    count = len(positions)
+    if tuple(keys.shape) != (count, 2) or positions.ndim != 1 or tuple(out.shape) != (count, num):
+        raise ShapeError(
+            f"There must be two keys and one position per request, and {num} places in out; got keys {tuple(keys.shape)}, "
+            f"positions {tuple(positions.shape)} and out {tuple(out.shape)}. Stack the keys of the requests."
         )
     _implementation("accept.uniforms", backend).uniforms(keys, positions, out)
     return out

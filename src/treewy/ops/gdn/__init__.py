@@ -2,6 +2,7 @@
 
 from treewy.ops.gdn.api import append, commit, commit_snapshots, fits, fold, verify, verify_snapshots
 from treewy.ops.gdn.gates import finish_gates, l2_normalise, scale_queries
+from treewy.ops.gdn.ledger import choose_folds, settle
 from treewy.ops.gdn.records import History, Prior, Projections, Record, Snapshots, Verified
 from treewy.ops.gdn.serving import commit_verify
 
@@ -13,6 +14,7 @@ __all__ = [
     "Snapshots",
     "Verified",
     "append",
+    "choose_folds",
     "commit",
     "commit_snapshots",
     "commit_verify",
@@ -21,6 +23,7 @@ __all__ = [
     "fold",
     "l2_normalise",
     "scale_queries",
+    "settle",
     "verify",
     "verify_snapshots",
 ]

@@ -39,7 +39,7 @@ def verify(
         history: Committed rows that the state lacks; None if it lacks none. Read only. The record counts its log decays
             from the newest of them, so it can be appended to the history, or committed to the state once that is folded.
         out_dtype: Dtype of `o`; default: v's. The record stays in the compute dtype.
-        backend: "eager" (default) or "reference".
+        backend: "eager" (default), "reference" or "triton".
 
     Raises:
         ShapeError: operands do not fit the tree, the state or the history.

@@ -44,8 +44,8 @@ def commit_verify(
             or tf32; eager and reference always keep it.
         out: Buffers to write into; default: fresh ones. A fresh `o` has the dtype of x.v. A fresh record is float32, or
             bfloat16 (u) where the state is bfloat16 and `exact` is not set.
-        backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128 in trees of up to 64 rows,
-            and the fastest there. Kernels cannot check slots, which lie on the device: to them
+        backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
+            and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot check slots, which lie on the device: to them
             a slot outside the pool is inert, and of a path that its history has no room for nothing is appended.
 
     Returns:
@@ -64,6 +64,7 @@ def commit_verify(
     if out is None:
         out = _fresh(x, state, exact=exact)
     _check_out(out, x, state, prior)
+    _check_devices(state, x, slots, tree, prior, out)
     from treewy.ops.gdn import eager, reference
 
     implementation = select(
@@ -112,12 +113,30 @@ def _check(x: Projections, state: Tensor, slots: Tensor, tree: TreeTables) -> No
         )
 
 
+def _check_devices(state: Tensor, *operands: object) -> None:
+    """Check that every tensor in the operands lies where the state does: kernels are handed bare addresses."""
+    for operand in operands:
+        if isinstance(operand, torch.Tensor):
+            if operand.device != state.device:
+                raise ShapeError(
+                    f"All operands must lie on one device; the state is on {state.device} and a tensor of shape "
+                    f"{tuple(operand.shape)} on {operand.device}. Move them first."
+                )
+        elif isinstance(operand, tuple):
+            _check_devices(state, *operand)
+
+
 def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> None:
     batch = tuple(slots.shape)
     if tuple(prior.fold.shape) != batch:
         raise ShapeError(
             f"fold must have one entry per sequence, {batch[0]}; got shape {tuple(prior.fold.shape)}. Fill it with ones "
             "where there is no history."
+        )
+    if prior.held is not None and tuple(prior.held.shape) != batch:
+        raise ShapeError(
+            f"held must have one entry per sequence, {batch[0]}; got shape {tuple(prior.held.shape)}. Gather "
+            "history.lengths at the slots, or leave it out."
         )
     if (prior.record is None) != (prior.path is None):
         raise ShapeError(

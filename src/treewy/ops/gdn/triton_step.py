@@ -83,14 +83,14 @@ def zero_rows(out, first, end, i_hv, o_v, size):
 
 @triton.jit
 @no_type_check
-def counts(past, held, at):
-    """Return how many rows the history and the path have; `held` has the former by sequence, or is None."""
+def counts(past, held, capacity, at):
+    """Return how many rows the history and the path have, as many as fit their tables; `held` has the former, or is None."""
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if past[0] is not None:
         p_kept = past[0].lengths + at[1] if held is None else held + at[0]
-        num_kept = tl.load(p_kept).to(tl.int32)
+        num_kept = tl.maximum(0, tl.minimum(tl.load(p_kept), capacity)).to(tl.int32)
     if past[1] is not None:
-        num_accepted = tl.load(past[2][1] + at[0]).to(tl.int32)
+        num_accepted = tl.maximum(0, tl.minimum(tl.load(past[2][1] + at[0]), past[2][2])).to(tl.int32)
     return num_kept, num_accepted
 
 
@@ -120,7 +120,7 @@ def append_path(past, newest, capacity, at, count, folds, i_v, o_v, size):
 @no_type_check
 def commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
-    count = counts(past, held, at)
+    count = counts(past, held, capacity, at)
     folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
@@ -161,7 +161,7 @@ def verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v
     blocks = None
     if size.K <= 2 * size.BK:
         blocks = reading.load_state(state, at, o_v, size)
-    count = counts(past, held, at)
+    count = counts(past, held, capacity, at)
     folds = whether_folds(fold, count, at[0], size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
@@ -196,6 +196,9 @@ def verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v
         x.v + at[3] * x.v_head + first * x.v_row + (o_t[None, :] * x.v_row + o_v[:, None]), mask=m_o, other=0.0
     ).to(tl.float32)
     residual = b_beta[None, :] * (b_v - (carried * key_norms)[None, :] * read_keys)
+    # What is no part of a tree is not its own ancestor either.
+    m_tree = tl.max(tl.where(o_t[:, None] == o_t[None, :], m_ancestors, 0).to(tl.int32), axis=1) > 0
+    residual = tl.where(m_tree[None, :], residual, 0.0)
     # 0 * NaN is NaN: a row that is not finite and its descendants leave every product, and get NaN at the end.
     bad = tl.max(tl.where(tl.abs(residual) < float("inf"), 0, 1), axis=0)
     tainted = tl.max(tl.where(m_ancestors, bad[None, :], 0), axis=1) > 0
@@ -206,6 +209,7 @@ def verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v
     b_u = residual + solving.lower_product(residual, others, size)
     b_o = (carried * query_norms)[None, :] * read_queries
     b_o += solving.lower_product(b_u, scores, size)
+    b_o = tl.where(m_tree[None, :], b_o, 0.0)
     nan = float("nan")
     p_o = out.p + first * out.row + (o_t[None, :] * out.row + o_v[:, None] + at[3] * size.V)
     tl.store(p_o, tl.where(tainted[None, :], nan, b_o).to(out.p.dtype.element_ty), mask=m_o)

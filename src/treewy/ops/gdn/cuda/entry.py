@@ -33,6 +33,9 @@ COUNTS = (
     "capacity",
     "gates_f32",
     "group_inverse",
+    "path_width",
+    "max_rows",
+    "num_record_rows",
 )
 
 
@@ -41,6 +44,8 @@ WIDE_OR_NARROW = (torch.float32, torch.bfloat16)
 
 class Params(ctypes.Structure):
     """`Params` of step.cu, field by field."""
+
+    __slots__ = ()  # a misspelt field is an error
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in POINTERS]
@@ -66,7 +71,7 @@ def commit_verify(
     """
     record = out.record
     assert isinstance(record, Record)
-    check(x, state, out.o, record)
+    check(x, state, out, prior)
     if tree.num_seqs == 0:
         out.o.zero_()
         return
@@ -79,16 +84,32 @@ def commit_verify(
         num_heads=tree.num_seqs * state.shape[1],
         shared_limit=torch.cuda.get_device_properties(state.device).shared_memory_per_block_optin,
     )
-    group = state.shape[1] // x.k.shape[1]
-    # head // group as a product: exact for any number of heads there is.
-    params = Params(num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1)
     keep: list[Tensor] = []  # what was converted, alive until the launch
-    _set_operands(params, x, state, slots, tree, keep)
-    _set_prior(params, prior, keep)
-    _set_out(params, x, out.o, record)
+    params = make_params(x, state, slots, tree, prior, out, keep)
     grid = (state.shape[1] * chosen.value_blocks, tree.num_seqs)
     with torch.cuda.device(state.device):
         kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
+
+
+def make_params(
+    x: Projections,
+    state: Tensor,
+    slots: Tensor,
+    tree: TreeTables,
+    prior: Prior | None,
+    out: Verified,
+    keep: list[Tensor],
+) -> Params:
+    """Return the kernel's parameters; `keep` takes the tensors made for it, to be kept until it has been launched."""
+    assert isinstance(out.record, Record)
+    group = state.shape[1] // x.k.shape[1]
+    # head // group as a product: exact below 2^16 / group heads.
+    params = Params(num_seqs=tree.num_seqs, num_rows=tree.num_rows, group=group, group_inverse=2**16 // group + 1)
+    params.max_rows = tree.max_rows
+    _set_operands(params, x, state, slots, tree, keep)
+    _set_prior(params, prior, keep)
+    _set_out(params, x, out.o, out.record)
+    return params
 
 
 def warm(facts: Facts) -> None:
@@ -114,7 +135,7 @@ def warm(facts: Facts) -> None:
             kernel(chosen, index)
 
 
-def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
+def check(x: Projections, state: Tensor, out: Verified, prior: Prior | None) -> None:
     """Refuse what the kernel was not written for.
 
     Raises:
@@ -126,11 +147,13 @@ def check(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
         raise BackendError(
             f"The CUDA kernel must run on a GPU; got operands on {state.device}. Use backend='eager' there."
         )
-    check_operands(x, state, o, record)
+    check_operands(x, state, out, prior)
 
 
-def check_operands(x: Projections, state: Tensor, o: Tensor, record: Record) -> None:
+def check_operands(x: Projections, state: Tensor, out: Verified, prior: Prior | None) -> None:
     """Refuse what the kernel could not read, wherever it lies; see `check`."""
+    o, record = out.o, out.record
+    assert isinstance(record, Record)
     if state.shape[2:] != (DIM, DIM):
         raise UnsupportedError(
             f"The CUDA kernel takes heads of {DIM} keys and {DIM} values; got state {tuple(state.shape)}. "
@@ -158,11 +181,48 @@ def check_operands(x: Projections, state: Tensor, o: Tensor, record: Record) -> 
             f"The CUDA kernel takes states whose [V, K] matrices are contiguous; got strides {state.stride()}. "
             "Use backend='triton' for other layouts."
         )
+    _check_layouts(x, record, prior)
     for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("o", o), ("state", state.flatten(2))):
         if y.stride(2) != 1 or y.stride(0) % 8 or y.stride(1) % 8 or y.data_ptr() % 16:
             raise ShapeError(
                 f"The CUDA kernel reads and writes rows 16 bytes at a time; {name} has strides {y.stride()} and starts at "
                 f"{y.data_ptr() % 16} past a multiple of 16. Make it contiguous."
+            )
+
+
+def _check_layouts(x: Projections, out: Record, prior: Prior | None) -> None:
+    """Check that rows are read and written 16 bytes at a time, and scalars where one stride says they are."""
+    kept = (
+        [("out.record", out)]
+        if prior is None
+        else [("out.record", out), ("history", prior.history), ("record", prior.record)]
+    )
+    for owner, rows in kept:
+        if rows is None:
+            continue
+        for name, y in (("u", rows.u), ("k", rows.k)):
+            wanted = out.u.dtype if name == "u" else torch.bfloat16
+            if (
+                y.dtype != wanted
+                or y.stride(-1) != 1
+                or any(n * y.element_size() % 16 for n in y.stride()[:-1])
+                or y.data_ptr() % 16
+            ):
+                raise ShapeError(
+                    f"The CUDA kernel takes {owner}.{name} in {wanted}, its rows contiguous and on multiples of 16 bytes; got "
+                    f"{y.dtype} with strides {y.stride()} at {y.data_ptr() % 16} past one. Make it as out.record is made."
+                )
+        high, low = rows.decay_high, rows.decay_low
+        if high.dtype != torch.float32 or low.dtype != torch.float32 or high.stride() != low.stride():
+            raise ShapeError(
+                f"The CUDA kernel takes {owner}'s decays in float32 and laid out alike; got {high.dtype} {high.stride()} and "
+                f"{low.dtype} {low.stride()}. Make them as out.record's are made."
+            )
+    flat = {"a_log": x.a_log, "dt_bias": x.dt_bias}
+    for name, y in (flat | {"a": x.a, "b": x.b}).items():
+        if y.stride(-1) != 1:
+            raise ShapeError(
+                f"The CUDA kernel takes {name} with heads side by side; got strides {y.stride()}. Make it contiguous."
             )
 
 
@@ -174,9 +234,9 @@ def _max_prior(prior: Prior | None) -> int:
 
 
 def _address(x: Tensor, keep: list[Tensor]) -> int:
-    """Return where the int32 values of x lie."""
-    if x.dtype != torch.int32:
-        x = x.to(torch.int32)
+    """Return where the int32 values of x lie, side by side."""
+    if x.dtype != torch.int32 or not x.is_contiguous():
+        x = x.to(torch.int32).contiguous()
         keep.append(x)
     return x.data_ptr()
 
@@ -189,7 +249,7 @@ def _set_operands(
     for name, y in (("dt_bias", x.dt_bias), ("state", state)):
         setattr(params, name, y.data_ptr())
     params.slots, params.cu_rows = _address(slots, keep), _address(tree.cu_rows, keep)
-    params.ancestors = tree.ancestors.data_ptr()
+    params.ancestors = _address(tree.ancestors, keep)
     (params.q_row, params.q_head), (params.k_row, params.k_head) = x.q.stride()[:2], x.k.stride()[:2]
     (params.v_row, params.v_head), (params.a_row, params.b_row) = x.v.stride()[:2], (x.a.stride(0), x.b.stride(0))
     params.state_slot, params.state_head = state.stride()[:2]
@@ -218,7 +278,8 @@ def _set_prior(params: Params, prior: Prior | None, keep: list[Tensor]) -> None:
         (params.ru_row, params.ru_head), (params.rk_row, params.rk_head) = record.u.stride()[:2], record.k.stride()[:2]
         params.rg_row, params.rg_head = record.decay_high.stride()
         params.path_rows, params.path_len = _address(path.rows, keep), _address(path.lengths, keep)
-        params.path_stride = path.rows.stride(0)
+        params.path_stride = params.path_width = path.rows.shape[1]
+        params.num_record_rows = record.u.shape[0]
 
 
 def _set_out(params: Params, x: Projections, o: Tensor, record: Record) -> None:

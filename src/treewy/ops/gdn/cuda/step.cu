@@ -71,7 +71,7 @@ struct Params {
     i64 hu_slot, hu_row, hu_head, hk_slot, hk_row, hk_head, hg_slot, hg_row, hg_head;
     i64 ru_row, ru_head, rk_row, rk_head, rg_row, rg_head;
     i64 o_row, o_head, uo_row, uo_head, ko_row, ko_head, go_row, go_head;
-    int num_seqs, num_rows, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse;
+    int num_seqs, num_rows, group, num_slots, words, path_stride, capacity, gates_f32, group_inverse, path_width, max_rows, num_record_rows;
     float beta_scale;
 };
 
@@ -166,7 +166,7 @@ template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u
 
 // ---- what a block works on ----
 struct Work {
-    int seq, head, vb, slot, start, rows, hist, path, prior, fold, key_head;
+    int seq, head, vb, slot, start, rows, end, hist, path, prior, fold, key_head;
     bool live, first_of_group;
 };
 __device__ __forceinline__ Work work_of(const Params &p) {
@@ -182,12 +182,18 @@ __device__ __forceinline__ Work work_of(const Params &p) {
     w.first_of_group = w.head == w.key_head * p.group;
     w.live = w.slot >= 0 && w.slot < p.num_slots;
     if (w.live && p.hist_len && !p.held) held = p.hist_len[w.slot];
-    w.rows = min(end - w.start, BT);
+    w.end = end;
+    w.rows = max(0, min(end - w.start, min(BT, p.max_rows)));
     w.hist = w.live ? max(0, min(held, p.capacity)) : 0;
-    w.path = w.live ? max(0, min(path, PMAX - w.hist)) : 0;
+    w.path = w.live ? max(0, min(min(path, p.path_width), PMAX - w.hist)) : 0;
     w.prior = w.hist + w.path;
     w.fold = w.prior && (p.capacity == 0 || fold != 0);
     return w;
+}
+
+// Row of the record that path row i of the prior rows is, kept within the record whatever the table says.
+__device__ __forceinline__ i64 record_row(const Params &p, const Work &w, int i) {
+    return max(0, min(p.path_rows[(i64)w.seq * p.path_stride + i - w.hist], p.num_record_rows - 1));
 }
 
 // ---- shared memory ----
@@ -223,7 +229,7 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
             from = p.hist_k + w.slot * p.hk_slot + row_of * p.hk_row + w.key_head * p.hk_head;
             u = (const ut *)p.hist_u + w.slot * p.hu_slot + row_of * p.hu_row + w.head * p.hu_head;
         } else {
-            i64 row = p.path_rows[(i64)w.seq * p.path_stride + row_of - w.hist];
+            i64 row = record_row(p, w, row_of);
             from = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;
             u = (const ut *)p.rec_u + row * p.ru_row + w.head * p.ru_head;
         }
@@ -273,7 +279,7 @@ __device__ __forceinline__ Decays prior_decays(const Params &p, const Work &w, i
         r.high[j] = r.low[j] = 0.f;
         if (i >= w.prior) continue;
         const bool old = i < w.hist;
-        i64 at = old ? hist + i * p.hg_row : p.path_rows[(i64)w.seq * p.path_stride + i - w.hist] * p.rg_row + w.head * p.rg_head;
+        i64 at = old ? hist + i * p.hg_row : record_row(p, w, i) * p.rg_row + w.head * p.rg_head;
         r.high[j] = early((old ? p.hist_high : p.rec_high) + at);
         r.low[j] = early((old ? p.hist_low : p.rec_low) + at);
     }
@@ -525,6 +531,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
                 tt[32 + t] = beta;
                 tt[36 + t] = decay * key_norm;
                 tt[40 + t] = decay * query_norm;
+                tt[44 + t] = bits_t ? 1.f : 0.f;
                 if (warp == 0 && w.vb == 0 && p.high_out && t < w.rows) {
                     float high = (float)total;
                     p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = high;
@@ -627,6 +634,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
                 float a = tt[4 * r + j];
                 if (a != 0.f) s -= a * u[j];  // a row that is not finite must not reach rows that do not see it
             }
+            if (tt[44 + r] == 0.f) s = 0.f;  // a row that is no part of the tree
             u[r] = s;
             float q = tt[40 + r] * y[4 + r];
 #pragma unroll
@@ -634,7 +642,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
                 float a = tt[16 + 4 * r + j];
                 if (a != 0.f) q += a * u[j];
             }
-            o[r * p.o_row] = narrow(q);
+            o[r * p.o_row] = narrow(tt[44 + r] == 0.f ? 0.f : q);
             put(to + r * p.uo_row, s);
         }
     }
@@ -1012,6 +1020,16 @@ __device__ __forceinline__ void mark(const Shared &z, u64 bad, bool clear, float
 #pragma unroll
                 for (int t = 0; t < MT; ++t) x[t][n][e] = x[t][n][e + 2] = clear ? 0.f : __uint_as_float(0x7fc00000u);
 }
+// Zero the columns of rows that are no part of the tree.
+__device__ __forceinline__ void drop_inert(const Shared &z, float (&x)[MT][NT][4], int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (!z.bits[8 * n + 2 * (lane & 3) + e])
+#pragma unroll
+                for (int t = 0; t < MT; ++t) x[t][n][e] = x[t][n][e + 2] = 0.f;
+}
 // Write [v, t] accumulators as bfloat16 rows t through this warp's columns of the staging area.
 __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float (&x)[MT][NT][4], u16 *to, i64 row_stride, int first, int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -1119,6 +1137,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
 #pragma unroll
         for (int t = 0; t < MT; ++t) y[t][n][0] = y[t][n][1] = y[t][n][2] = y[t][n][3] = 0.f;
     }
+    drop_inert(z, r, lane);
     u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32);
     if (bad) mark(z, bad, true, r, lane);
     apply(r, m.inverse, y, w, z.live, lane);
@@ -1154,6 +1173,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     if (bad) mark(z, bad, true, y, lane);
     apply(y, z.scores, r, w, z.live, lane);
     if (bad) mark(z, bad, false, r, lane);
+    drop_inert(z, r, lane);
     write_rows(z, w, r, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
 }
 #endif
@@ -1178,13 +1198,12 @@ extern "C" __global__ void __launch_bounds__(32 * NW, MIN_BLOCKS) gdn_step(const
     Rest &rest = *(Rest *)(memory + sizeof(Tile));
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Work w = work_of(p);
-    // Rows past the trees are shared out among the sequences.
-    const int past = p.cu_rows[p.num_seqs];
+    // Rows outside the trees are shared out among the sequences.
+    const int before = p.cu_rows[0], past = p.cu_rows[p.num_seqs];
+    if (before > 0) zero_rows(p, w, w.seq, before, p.num_seqs);
     if (past < p.num_rows) zero_rows(p, w, past + w.seq, p.num_rows, p.num_seqs);
-    if (!w.live) {
-        zero_rows(p, w, w.start, w.start + w.rows, 1);
-        return;
-    }
+    if (w.start + w.rows < w.end || !w.live) zero_rows(p, w, w.live ? w.start + w.rows : w.start, w.end, 1);
+    if (!w.live) return;
 #if BT > 4
     if (w.rows > 4) {
         wide_step(p, w, tile, rest.wide, warp, lane);
