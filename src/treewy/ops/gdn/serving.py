@@ -45,8 +45,9 @@ def commit_verify(
         out: Buffers to write into; default: fresh ones. A fresh `o` has the dtype of x.v. A fresh record is float32, or
             bfloat16 (u) where the state is bfloat16 and `exact` is not set.
         backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
-            and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot check slots, which lie on the device: to them
-            a slot outside the pool is inert, and of a path that its history has no room for nothing is appended.
+            and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot
+            check slots, which lie on the device: to them a slot outside the pool is inert, and of a path that its history
+            has no room for nothing is appended.
 
     Returns:
         `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;
