@@ -42,8 +42,8 @@ def shared_of(step: Step) -> int:
     """Run one step up to its launch and compile what it launches."""
     import torch
 
-    from ops.attention_compile import shared_memory
     from ops.serving import Spec, Stream, cast, projections
+    from ops.specialise import compile_launch
     from treewy.ops import gdn
     from treewy.ops.gdn import kernels
     from treewy.packed import pack
@@ -51,7 +51,7 @@ def shared_of(step: Step) -> int:
 
     found = []
     kernels.launch = lambda kernel, grid, *args, **options: found.append(
-        shared_memory(kernel, args, options, step.arch)
+        compile_launch(kernel, args, options, step.arch)["shared"]
     )
     spec, trees = Spec(1, 2, step.key_dim, step.value_dim), [DraftTree.chain(step.rows - 1)]
     x = cast(projections(spec, trees, seed=0), getattr(torch, step.dtype))
