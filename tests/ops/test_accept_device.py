@@ -170,6 +170,20 @@ def test_sampled_walks_are_those_of_the_rule(backend, seeds):
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_laws_that_are_not_there():
+    """A row that names a law past the last: nothing is read there, and its children count as chosen."""
+    batch = drafted.make(7, num_seqs=3, vocab=20)
+    far = torch.full_like(batch.drawn.law_of_row, 10**6)
+    drawn = batch.drawn._replace(law_of_row=far)
+    got = accept.sampled(
+        batch.tree.tables, batch.tokens, batch.logits, batch.laws, batch.uniforms,
+        drawn=drawn, slots=batch.slots, backend="triton",
+    )  # fmt: skip
+    want = batch.sampled(backend="triton", drawn=False)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.num_used, want.num_used)
+
+
 def test_siblings_that_fall():
     """Fault H08: several in a row, each tested against what the ones before it left; then a draw from what all left."""
     rng, num, vocab = np.random.default_rng(4), 40, 9
@@ -522,7 +536,7 @@ def test_they_compile_for_gpus_that_are_not_here():
     ]  # fmt: skip
     small = compile_all(cases)
     numbers = dict.fromkeys(["temperature", "top_p", "min_p", "uniforms", "notes", "laws"], "*fp64:16")
-    strides = dict.fromkeys(["max_rows", "logits_stride", "uniforms_stride", "laws_stride"], "i32")
+    strides = dict.fromkeys(["max_rows", "logits_stride", "uniforms_stride", "laws_stride", "num_laws"], "i32")
     reads = {"NX": search.num_chunks, "UX": search.num_blocks, "BX": search.block, "V": VOCAB, "DT": "tl.float32"}
     reads |= {"NC": sums.num_chunks, "U": sums.num_blocks, "BV": sums.block, "BC": 32}
     more = {"logits": "*bf16:16", "top_k": "*i32", "law_of_row": "*i32", **numbers, **strides}

@@ -138,7 +138,8 @@ def sampled(
     of the rule on the host, unless a number lies within rounding of where two outcomes meet.
 
     A drawn child that its law could not give raises `TreeError` on the host. Kernels cannot raise: there it falls, takes no
-    number and changes no law, which leaves the law of the tokens right.
+    number and changes no law, which leaves the law of the tokens right. A row whose law is none of `drawn.laws` counts
+    there as one whose children were chosen.
 
     Args:
         tables: The trees.

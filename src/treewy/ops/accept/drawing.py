@@ -9,11 +9,12 @@ from treewy.ops.accept.vocabulary import MINUS_INFINITY, find_peak, find_thresho
 from treewy.ops.accept.walking import CUT, NONE, NOT_FINITE, NOTHING, follow, read_tree, write_walk
 
 
-@triton.jit(do_not_specialize=["num_rows", "room"])
+@triton.jit(do_not_specialize=["num_rows", "room", "num_laws"])
 @no_type_check
 def accept_sampled_kernel(
     parents, cu_rows, seq_of_row, tokens, logits, temperature, top_k, top_p, min_p, uniforms, laws, law_of_row, slots,
     rows, out_tokens, lengths, endings, num_used, notes, num_rows, room, max_rows, logits_stride, uniforms_stride, laws_stride,
+    num_laws,
     HAS_LAWS: tl.constexpr, HAS_SLOTS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     NX: tl.constexpr, UX: tl.constexpr, BX: tl.constexpr,
     V: tl.constexpr, NC: tl.constexpr, U: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
@@ -48,6 +49,7 @@ def accept_sampled_kernel(
             p_law, num_fallen = laws, 0
             if HAS_LAWS:
                 law = tl.load(law_of_row + start + at).to(tl.int32)
+                law = tl.where(law < num_laws, law, -1)  # nothing is read past the laws
                 p_law = laws + tl.maximum(law, 0).to(tl.int64) * laws_stride
                 if law >= 0:
                     child, choice, after, taken, num_fallen, b_sums = try_drafts(

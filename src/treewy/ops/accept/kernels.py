@@ -124,6 +124,7 @@ def sampled(
         logits.stride(0),
         uniforms.stride(0),
         0 if drawn is None else drawn.laws.stride(0),
+        0 if drawn is None else drawn.laws.shape[0],
         HAS_LAWS=drawn is not None,
         HAS_SLOTS=slots is not None,
         **_sizes(tables.max_rows, room),
