@@ -25,13 +25,13 @@ def compile_all(cases: Sequence[dict]) -> list[dict]:
 
 
 def launch_of(case: dict) -> tuple[Any, tuple, dict]:
-    """Return (kernel, arguments, options) of the serving entry on a batch of one sequence.
+    """Return (kernel, arguments, options) of an entry on a batch of one sequence: the serving entry, or another by name.
 
-    `case` may have, beside `archs`: rows, dims (K, V), dtype, state, exact, and the rows of history and path, 0 for none.
+    `case` may have, beside `archs`: entry, rows, dims (K, V), dtype, state, exact, and the rows of history and path, 0 for none.
     """
     from treewy.ops import gdn
     from treewy.ops.gdn import kernels
-    from treewy.packed import PathTables, pack
+    from treewy.packed import PathTables, pack, pack_paths
     from treewy.tree import DraftTree
 
     rows, (key_dim, value_dim) = case.get("rows", 4), case.get("dims", (128, 128))
@@ -58,10 +58,21 @@ def launch_of(case: dict) -> tuple[Any, tuple, dict]:
     )
     pool = torch.zeros(4, value_heads, value_dim, key_dim, dtype=state)
     out = gdn.Verified(torch.zeros_like(v), gdn.Record(*kept(rows)))
+    tree = pack([DraftTree.chain(rows - 1)])
+    calls = {
+        "commit_verify": lambda: gdn.commit_verify(
+            x, pool, zeros, tree.tables, prior=prior, exact=exact, out=out, backend="triton"
+        ),
+        "verify": lambda: gdn.verify(
+            q, k, v, *torch.zeros(2, rows, value_heads), pool, zeros, tree, history=prior.history, backend="triton"
+        ),
+        "commit": lambda: gdn.commit(pool, zeros, out.record, pack_paths(tree, [[0]]), backend="triton"),
+        "append": lambda: gdn.append(prior.history, zeros, out.record, pack_paths(tree, [[0]]), backend="triton"),
+        "fold": lambda: gdn.fold(pool, zeros, prior.history, backend="triton"),
+    }
     launches: list = []
     kernels.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
-    tree = pack([DraftTree.chain(rows - 1)]).tables
-    gdn.commit_verify(x, pool, zeros, tree, prior=prior, exact=exact, out=out, backend="triton")
+    calls[case.get("entry", "commit_verify")]()
     return launches[0]
 
 

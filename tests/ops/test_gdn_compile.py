@@ -11,6 +11,11 @@ CASES = {
     "exact, 40 rows": {"rows": 40, "history": 0, "state": "float32", "exact": True, "archs": [120]},
     "float32, K = 192, V = 96": {"dims": [192, 96], "dtype": "float32", "state": "float32", "archs": [90]},
     "128 rows": {"rows": 128, "history": 0, "path": 0, "archs": [120]},
+    "finished rows, no history": {"entry": "verify", "history": 0, "archs": [90]},
+    "finished rows, a history": {"entry": "verify", "archs": [120]},
+    "commit": {"entry": "commit", "archs": [120]},
+    "append": {"entry": "append", "archs": [120]},
+    "fold": {"entry": "fold", "archs": [120]},
 }
 
 

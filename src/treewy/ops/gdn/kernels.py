@@ -60,7 +60,7 @@ def verify(
     record = Record(torch.empty(v.shape, dtype=torch.float32, device=v.device), k.float(), *decays)
     out = Verified(torch.empty(v.shape, dtype=out_dtype, device=v.device), record)
     rows = args.finished_args(q, k, v, g, beta)
-    _step(state, slots, rows, tree.tables, out, Prior(history, None, None, slots), NEVER, exact=True)
+    _step(state, slots, rows, tree.tables, out, Prior(history, None, None, slots), NEVER, exact=True, finished=True)
     return out
 
 
@@ -155,6 +155,7 @@ def _step(
     fold: tl.constexpr,
     *,
     exact: bool,
+    finished: bool = False,
     scale: float = 1.0,
     beta: float = 1.0,
 ) -> None:
@@ -168,7 +169,7 @@ def _step(
     _check(state, slots, rows, out, history, pending, path)
     some_k = next(part.k for part in (rows, history, pending) if part is not None)
     num_heads = some_k.shape[-2]
-    size = _sizes(state, num_heads, tree, rows, fold, exact, scale, beta)
+    size = _sizes(state, num_heads, tree, rows, finished, fold, exact, scale, beta)
     programs = -(-state.shape[2] // size.BV.value) * state.shape[1]
     launch(
         gdn_step,
@@ -213,6 +214,7 @@ def _sizes(
     num_heads: int,
     tree: TreeTables | None,
     rows: args.Rows | None,
+    finished: bool,
     fold: tl.constexpr,
     exact: bool,
     scale: float,
@@ -232,7 +234,7 @@ def _sizes(
     block_values = min(64, triton.next_power_of_2(value_dim))
     # Of float32 operands: as many bfloat16 or tf32 parts of each as keep all, or most, of its bits. Grams keep more.
     precisions = ("ieee", "ieee") if interpreted() else ("bf16x6", "bf16x6") if exact else ("tf32", "tf32x3")
-    sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values)
+    sizes = (num_heads, value_heads, key_dim, value_dim, block_rows, block_keys, block_values, finished)
     return args.Sizes(*map(tl.constexpr, (*sizes, fold.value, exact, *precisions, scale, beta)))
 
 

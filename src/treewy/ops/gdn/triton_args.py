@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
         BT: Rows of a tree, padded to a power of two from 16 on.
         BK: Part of K that is taken at a time, a power of two that divides it.
         BV: Part of V that one program works on.
+        finished: Whether rows are finished operands.
         fold: What becomes of prior rows, as `triton_step` names it.
         exact: Whether products keep float32's accuracy.
         precision: Of products of float32 operands.
@@ -41,6 +42,7 @@ class Sizes(NamedTuple):
     BT: Any
     BK: Any
     BV: Any
+    finished: Any
     fold: Any
     exact: Any
     precision: Any
@@ -50,15 +52,18 @@ class Sizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of this step: raw projections, or finished operands with a as g and b as beta and neither a_log nor bias."""
+    """The rows of this step: raw projections, or finished operands with a as g, b as beta, and empty a_log and dt_bias.
+
+    Triton compares no tuple that holds a None with None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     a: Tensor
     b: Tensor
-    a_log: Tensor | None
-    dt_bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
     q_row: Stride
     q_head: Stride
     k_row: Stride
@@ -123,7 +128,8 @@ def rows_args(x: Projections) -> Rows:
 
 def finished_args(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Rows:
     """Return finished operands as the kernel takes them."""
-    return Rows(q, k, v, g, beta, None, None, *(stride for part in (q, k, v, g, beta) for stride in part.stride()[:2]))
+    none = g[:0, 0]
+    return Rows(q, k, v, g, beta, none, none, *(stride for part in (q, k, v, g, beta) for stride in part.stride()[:2]))
 
 
 def state_args(state: Tensor) -> State:

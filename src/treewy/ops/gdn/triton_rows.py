@@ -35,7 +35,7 @@ def gates(x, first, m_row, i_hv, size):
     b_beta = tl.load(
         x.b + first * x.b_row + i_hv * x.b_head + tl.arange(0, size.BT) * x.b_row, mask=m_row, other=0.0
     ).to(tl.float32)
-    if x.a_log is not None:
+    if not size.finished:
         b_g += tl.load(x.dt_bias + i_hv).to(tl.float32)
         softplus = tl.where(b_g > 0, b_g, 0.0) + log1p(tl.exp(-tl.abs(b_g)))
         b_g = -tl.exp(tl.load(x.a_log + i_hv).to(tl.float32)) * softplus

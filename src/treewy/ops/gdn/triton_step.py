@@ -144,7 +144,7 @@ def grams(x, i_h, first, m_row, size):
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
         key_squares += tl.sum(b_k * b_k, axis=1)
         query_squares += tl.sum(b_q * b_q, axis=1)
-    if x.a_log is None:
+    if size.finished:
         key_norms, query_norms = tl.full([size.BT], 1.0, tl.float32), tl.full([size.BT], 1.0, tl.float32)
     else:
         key_norms = tl.div_rn(1.0, tl.sqrt_rn(key_squares + L2_EPS))
