@@ -50,8 +50,8 @@ def test_what_fits_nowhere_is_refused():
         choose(**CASES["40 rows"], shared_limit=20_000)
     with pytest.raises(UnsupportedError, match="up to 64 tree rows; got 65"):
         choose(**CASES["chain 4"] | {"max_rows": 65}, shared_limit=227 * 1024)
-    with pytest.raises(UnsupportedError, match="up to 48 prior rows; got 49"):
-        choose(**CASES["chain 4"] | {"max_prior": 49}, shared_limit=227 * 1024)
+    with pytest.raises(UnsupportedError, match="up to 80 prior rows; got 81"):
+        choose(**CASES["chain 4"] | {"max_prior": 81}, shared_limit=227 * 1024)
 
 
 def test_a_source_that_does_not_compile_says_why():

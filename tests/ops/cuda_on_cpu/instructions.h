@@ -4,6 +4,11 @@
 #include "emulator.h"
 
 // ---- numbers ----
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
 inline float __uint_as_float(unsigned x) {
     float y;
     memcpy(&y, &x, 4);
@@ -17,6 +22,7 @@ inline uint16_t narrow(float x) { return emulator::half(x); }
 inline float early(const float *p) { return *p; }
 inline uint32_t early(const uint32_t *p) { return *p; }
 inline uint16_t early(const uint16_t *p) { return *p; }
+inline uint4 early(const uint4 *p) { return *p; }
 inline void atomicOr(uint32_t *p, uint32_t bits) { *p |= bits; }
 
 // ---- threads of a block, lanes of a warp ----
@@ -57,6 +63,7 @@ inline uint32_t or_of_all(emulator::Kind kind, uint32_t x) {
     return x;
 }
 inline uint32_t __reduce_or_sync(unsigned, uint32_t x) { return or_of_all(emulator::Kind::reduce_or, x); }
+inline uint32_t __ballot_sync(unsigned, bool x) { return or_of_all(emulator::Kind::ballot, (uint32_t)x << threadIdx.x % 32); }
 inline bool __any_sync(unsigned, bool x) { return or_of_all(emulator::Kind::any, x); }
 
 // ---- shared memory and copies to it ----
@@ -86,7 +93,17 @@ struct Product {
     float *d;
     uint32_t a[4], b[2];
 };
-// d += a b^T with a of 16 rows and b of 8, DEPTH columns each. Products are exact; the sum is rounded once.
+// Products are exact; the sum is rounded once.
+template <int DEPTH> void add_products(void **of, const float (&a)[16][DEPTH], const float (&b)[8][DEPTH]) {
+    for (int lane = 0; lane < 32; ++lane)
+        for (int e = 0; e < 4; ++e) {
+            const float *row = a[lane / 4 + 8 * (e / 2)], *column = b[2 * (lane % 4) + e % 2];
+            double sum = ((Product *)of[lane])->d[e];
+            for (int k = 0; k < DEPTH; ++k) sum += (double)row[k] * column[k];
+            ((Product *)of[lane])->d[e] = (float)sum;
+        }
+}
+// d += a b^T with a of 16 rows and b of 8, DEPTH columns each.
 template <int DEPTH> void multiply(void **of) {
     float a[16][DEPTH], b[8][DEPTH];
     for (int lane = 0; lane < 32; ++lane) {
@@ -100,13 +117,7 @@ template <int DEPTH> void multiply(void **of) {
                 b[g][column] = emulator::wide(x->b[k] >> 16 * e & 0xffff);
             }
     }
-    for (int lane = 0; lane < 32; ++lane)
-        for (int e = 0; e < 4; ++e) {
-            const float *row = a[lane / 4 + 8 * (e / 2)], *column = b[2 * (lane % 4) + e % 2];
-            double sum = ((Product *)of[lane])->d[e];
-            for (int k = 0; k < DEPTH; ++k) sum += (double)row[k] * column[k];
-            ((Product *)of[lane])->d[e] = (float)sum;
-        }
+    add_products(of, a, b);
 }
 inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     Product mine = {d, {a0, a1, a2, a3}, {b0, b1}};
@@ -115,6 +126,19 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 inline void mma8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
     Product mine = {d, {a0, a1}, {b0}};
     emulator::meet(emulator::Kind::mma8, &mine, multiply<8>);
+}
+// The same with a of 16 rows of 8 and b of 8 rows of 8 in tf32: float32 without its last 13 bits. Columns c and c + 4 are a lane's.
+inline void mma_tf32(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    Product mine = {d, {a0, a1, a2, a3}, {b0, b1}};
+    emulator::meet(emulator::Kind::mma_tf32, &mine, [](void **of) {
+        float a[16][8], b[8][8];
+        for (int lane = 0; lane < 32; ++lane) {
+            const auto *x = (Product *)of[lane];
+            for (int e = 0; e < 4; ++e) a[lane / 4 + 8 * (e % 2)][lane % 4 + 4 * (e / 2)] = __uint_as_float(x->a[e] & 0xffffe000u);
+            for (int e = 0; e < 2; ++e) b[lane / 4][lane % 4 + 4 * e] = __uint_as_float(x->b[e] & 0xffffe000u);
+        }
+        add_products(of, a, b);
+    });
 }
 // Deal 8 x 8 tiles out to lanes, two neighbours of a row each, or of a column.
 inline uint32_t dealt(const uint16_t (&tile)[8][8], int lane, bool turned) {
@@ -139,16 +163,18 @@ inline void load4_turned(uint32_t (&x)[4], const void *row) {
     Loaded mine = {smem_at(row), x};
     emulator::meet(emulator::Kind::load4_turned, &mine, load<4, true>);
 }
-inline void load2_turned(uint32_t (&x)[2], const void *row) {
-    Loaded mine = {smem_at(row), x};
-    emulator::meet(emulator::Kind::load2_turned, &mine, load<2, true>);
-}
-inline uint32_t turn8x8(uint32_t pair) {
-    emulator::meet(emulator::Kind::turn8x8, &pair, [](void **of) {
-        uint16_t tile[8][8];
-        for (int lane = 0; lane < 32; ++lane)
-            for (int e = 0; e < 2; ++e) tile[lane / 4][2 * (lane % 4) + e] = (uint16_t)(*(uint32_t *)of[lane] >> 16 * e);
-        for (int lane = 0; lane < 32; ++lane) *(uint32_t *)of[lane] = dealt(tile, lane, true);
+struct Stored {
+    uint32_t row;
+    const uint32_t *x;
+};
+inline void store4_turned(void *row, const uint32_t (&x)[4]) {
+    Stored mine = {smem_at(row), x};
+    emulator::meet(emulator::Kind::store4_turned, &mine, [](void **of) {
+        for (int tile = 0; tile < 4; ++tile) {
+            uint16_t rows[8][8];
+            for (int lane = 0; lane < 32; ++lane)
+                for (int e = 0; e < 2; ++e) rows[2 * (lane % 4) + e][lane / 4] = (uint16_t)(((Stored *)of[lane])->x[tile] >> 16 * e);
+            for (int g = 0; g < 8; ++g) memcpy(emulator::shared_at(((Stored *)of[8 * tile + g])->row, 16), rows[g], 16);
+        }
     });
-    return pair;
 }

@@ -20,7 +20,6 @@ typedef long long i64;
 #define VB (DIM / BV)
 #define NT (BT / 8)
 #define LDK 136           // halves of a row of 128 in shared memory: 16 bytes past a multiple of 128, for ldmatrix
-#define LDA (BT + 4)
 #define LDP (PMAX + 8)
 #define CHUNKS (PMAX / 16)
 #define QSCALE 0.08838834764831845f
@@ -95,6 +94,10 @@ __device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
+__device__ __forceinline__ void mma_tf32(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 __device__ __forceinline__ u32 smem_at(const void *p) {
     return (u32)__cvta_generic_to_shared(p);
 }
@@ -120,20 +123,31 @@ __device__ __forceinline__ u16 early(const u16 *p) {
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
+__device__ __forceinline__ uint4 early(const uint4 *p) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    return x;
+}
 __device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
 }
 __device__ __forceinline__ void load4_turned(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
 }
-__device__ __forceinline__ void load2_turned(u32 (&x)[2], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(smem_at(row)));
-}
-// An 8 x 8 tile transposed: lane (g, c) gives row g, columns 2 c and 2 c + 1, and gets those of the transpose.
-__device__ __forceinline__ u32 turn8x8(u32 pair) {
-    u32 turned;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-    return turned;
+// Store four 8 x 8 tiles transposed: lane (g, c) gives columns 2 c and 2 c + 1 of row g; lane i points to row i % 8 of tile i / 8.
+__device__ __forceinline__ void store4_turned(void *row, const u32 (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_at(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+#else
+    const u32 lane = threadIdx.x & 31, address = smem_at(row);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 turned;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(x[i]));
+        const u32 at = __shfl_sync(~0u, address, 8 * i + (lane >> 2)) + 4 * (lane & 3);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(turned) : "memory");
+    }
+#endif
 }
 #endif
 
@@ -200,14 +214,12 @@ __device__ __forceinline__ i64 record_row(const Params &p, const Work &w, int i)
 struct __align__(16) Tile {
     st s[BV][LDS];
     u16 k[BT][LDK], q[BT][LDK];
-    union {
-        u16 prior_k[PMAX][LDK];
-        float inverse[BT][LDA];     // (I + A)^-1, [row][ancestor]; prior keys are done with by then
-    };
+    u16 prior_k[PMAX][LDK];
     ut prior_u[PMAX][LDU];
 };
-// Two groups of copies: what is small, then the warp's own rows of the state.
-__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int warp, int lane) {
+// Two groups of copies: what is small, then the warp's own rows of the state. Rows that pad products to `padded` become zeros,
+// so that nothing left behind is ever multiplied; so do those of `values`, where they are not null.
+__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int padded, int warp, int lane) {
     const int tid = threadIdx.x, v0 = BV * w.vb;
     const u16 *k = p.k + w.start * p.k_row + w.key_head * p.k_head, *q = p.q + w.start * p.q_row + w.key_head * p.q_head;
     for (int i = tid; i < w.rows * 16; i += 32 * NW) {
@@ -219,7 +231,7 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
         const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
         for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
     }
-    const int per_row = BV * sizeof(ut) / 16, chunk = values ? (w.prior + 7) & ~7 : (w.prior + 15) & ~15;
+    const int per_row = BV * sizeof(ut) / 16, chunk = padded == 4 ? (w.prior + 7) & ~7 : (w.prior + 15) & ~15;
     // Chunks are filled up with the newest row, whose weight is 0 there.
     for (int i = tid >> 4; i < chunk; i += 2 * NW) {
         const u16 *from;
@@ -246,12 +258,18 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
 #pragma unroll
     for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
     copies_sent();
-    // Rows that pad products: zeros, so that nothing left behind is ever multiplied.
-    const int padded = values ? 4 : BT;
     for (int i = tid; i < (padded - w.rows) * (LDK / 8); i += 32 * NW) {
         ((uint4 *)m.k[w.rows])[i] = make_uint4(0, 0, 0, 0);
         ((uint4 *)m.q[w.rows])[i] = make_uint4(0, 0, 0, 0);
     }
+    if (values)
+        for (int i = tid; i < (padded - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)values[w.rows])[i] = make_uint4(0, 0, 0, 0);
+}
+// Copy the rows' keys into the record, where they are not what it holds already.
+__device__ __forceinline__ void copy_keys(const Params &p, const Work &w, const Tile &m) {
+    if (!p.k_out || w.vb || !w.first_of_group) return;
+    for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
+        *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
 }
 
 // ---- prior rows ----
@@ -377,7 +395,6 @@ __device__ __forceinline__ void prior_operand(const Tile &m, int row, int chunk,
     }
 #endif
 }
-#define UPARTS (U_F32 ? XPARTS : 1)
 
 // S <- exp(G_last) S + sum of exp(G_last - G_i) u_i k_i^T for 16 rows of values, in float32, in shared memory and in the pool.
 __device__ __forceinline__ void fold(const Params &p, const Work &w, Tile &m, const Weights &x, int row, int lane) {
@@ -477,7 +494,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
     u32 bits = (lane & 3) < w.rows ? (u32)ancestors_of(p, w.start + (lane & 3)) : 0u;
     Decays decays;
     if (w.prior) decays = prior_decays(p, w, lane);
-    request(p, w, m, z.values, warp, lane);
+    request(p, w, m, z.values, 4, warp, lane);
     Gate gate = gate_of(p, w, inputs, lane & 3);
     Weights x;
     if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
@@ -495,9 +512,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
     for (int kb = 0; kb < 4; ++kb)
 #pragma unroll
         for (int h = 0; h < 2; ++h) mma(gram, kq[kb][2 * h], 0, kq[kb][2 * h + 1], 0, kq[kb][2 * h], kq[kb][2 * h + 1]);
-    if (p.k_out && w.vb == 0 && w.first_of_group)
-        for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
-            *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
+    copy_keys(p, w, m);
 
     // Lane 4 t + i of the first 16 finishes entry (t, i) of both T x T matrices.
     const int t = (lane >> 2) & 3, i = lane & 3;
@@ -650,76 +665,98 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 
 #if BT > 4
 // ---- up to BT rows: T x T matrices in shared memory, products on tensor cores ----
-struct __align__(16) Shared {
-    union {
-        float system[BT][LDA];      // A transposed: [ancestor][row]
-        u16 values[BT][BV + 8];     // v of all rows; then staging of u and o
-    };
+// Blocks of 16 x 16 rows: only those that hold an ancestor are computed, written and read.
+#define BLOCKS (BT / 16)
+#define LDA (BT + 8)
 #if EXACT
-    float scores[BT][LDA];
-    float past[2 * BT][LDP];        // weighted k . k_i and q . k_i of prior rows i
+typedef float mt;
 #else
-    u16 scores[BT][BT + 8];
-    u16 past[2 * BT][LDP];
+typedef u16 mt;
 #endif
-    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT], scale_k[BT], scale_q[BT], write[BT];
-    u32 live[4];
+// Where they fit beside everything else, values are on their way from the start.
+#define EARLY_VALUES (BT <= 32)
+#define VALUE_PIECES ((BT * BV / 8 + 32 * NW - 1) / (32 * NW))
+struct __align__(16) Shared {
+#if EARLY_VALUES
+    float system[BT][LDA];          // A, [row][ancestor]; on the diagonal, the inverses of I + A's blocks
+    u16 values[BT][BV + 8];         // v of all rows; then staging of u and o
+#else
+    union {
+        float system[BT][LDA];
+        u16 values[BT][BV + 8];
+    };
+#endif
+    mt inverse[BT][LDA];            // (I + A)^-1 transposed: [ancestor][row]
+    mt scores[BT][LDA];             // [row][ancestor]
+    mt past[2 * BT][LDP];           // weighted k . k_i and q . k_i of prior rows i
+    float weights[32 * ((PMAX + 31) / 32)];
+    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT], write[BT];
     u64 bits[BT];
-    u32 bad[2];
     double sums[64];
     int jump[64];
+    u32 bad[2], inert[2];
+    u32 live;                       // bit 4 r + b: rows of block r have ancestors in block b, themselves left out
+    float carried;
 };
 // Log decays over root paths by pointer jumping, in double; one warp.
-__device__ __forceinline__ void path_sums(Shared &m, const Params &p, const Work &w, const GateInputs (&inputs)[(BT + 31) / 32], const u64 (&words)[(BT + 31) / 32], int lane) {
+__device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work &w, const GateInputs (&inputs)[(BT + 31) / 32], const u64 (&words)[(BT + 31) / 32], int lane) {
+    if (lane == 0) z.inert[0] = z.inert[1] = 0;
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < (BT + 31) / 32; ++j) {
         const int t = lane + 32 * j;
+        const u32 idle = __ballot_sync(~0u, t < w.rows && !words[j]);
+        if (lane == 0) z.inert[j] = idle;
         if (t >= BT) continue;
         Gate x = gate_of(p, w, inputs[j], t);
         u64 bits = words[j];
         u64 above = bits & ~(1ull << t);
-        m.beta[t] = x.beta;
-        m.bits[t] = bits;
-        m.sums[t] = (double)x.g;
-        m.jump[t] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
+        z.beta[t] = x.beta;
+        z.bits[t] = bits;
+        z.sums[t] = (double)x.g;
+        z.jump[t] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
     }
     __syncwarp();
 #pragma unroll 1
     for (int reach = 1; reach < BT; reach <<= 1) {
         double add[(BT + 31) / 32];
         int next[(BT + 31) / 32];
+        bool more = false;
 #pragma unroll
         for (int j = 0; j < (BT + 31) / 32; ++j) {
-            int t = lane + 32 * j, up = t < BT ? m.jump[t] : -1;
-            add[j] = up >= 0 ? m.sums[up] : 0.0;
-            next[j] = up >= 0 ? m.jump[up] : -1;
+            int t = lane + 32 * j, up = t < BT ? z.jump[t] : -1;
+            add[j] = up >= 0 ? z.sums[up] : 0.0;
+            next[j] = up >= 0 ? z.jump[up] : -1;
+            more |= up >= 0;
         }
-        __syncwarp();
+        if (!__any_sync(~0u, more)) break;
 #pragma unroll
         for (int j = 0; j < (BT + 31) / 32; ++j)
             if (lane + 32 * j < BT) {
-                m.sums[lane + 32 * j] += add[j];
-                m.jump[lane + 32 * j] = next[j];
+                z.sums[lane + 32 * j] += add[j];
+                z.jump[lane + 32 * j] = next[j];
             }
         __syncwarp();
     }
     for (int t = lane; t < BT; t += 32) {
-        float high = (float)m.sums[t], low = (float)(m.sums[t] - (double)high);
-        m.high[t] = high;
-        m.low[t] = low;
+        float high = (float)z.sums[t], low = (float)(z.sums[t] - (double)high);
+        z.high[t] = high;
+        z.low[t] = low;
         if (w.vb == 0 && p.high_out && t < w.rows) {
             p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = high;
             p.low_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = low;
         }
     }
 }
-// Which 16 x 16 blocks of the T x T matrices hold anything: bit `kb` of live[r].
 __device__ __forceinline__ void find_live(Shared &z, int lane) {
-    for (int r = 0; r < BT / 16; ++r) {
+    u32 live = 0;
+#pragma unroll
+    for (int r = 0; r < BLOCKS; ++r) {
         u64 bits = lane < 16 ? z.bits[16 * r + lane] & ~(1ull << (16 * r + lane)) : 0ull;
-        u32 low = __reduce_or_sync(~0u, (u32)bits), high = __reduce_or_sync(~0u, (u32)(bits >> 32));
-        if (lane == 0) z.live[r] = (low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0);
+        u32 low = __reduce_or_sync(~0u, (u32)bits), high = BT > 32 ? __reduce_or_sync(~0u, (u32)(bits >> 32)) : 0;
+        live |= ((low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0)) << (4 * r);
     }
+    if (lane == 0) z.live = live;
 }
 __device__ __forceinline__ float decay_of(float x) {
 #if EXACT
@@ -754,55 +791,69 @@ __device__ __forceinline__ void product16(const u32 (&a)[8][4], const u16 (*rows
         d[1][e] += other[1][e];
     }
 }
-// Squared norms stand on the diagonal of the rows' own gram; from them what scales each row.
-__device__ __forceinline__ void row_scales(const Tile &m, Shared &z, int block, bool queries, int lane) {
+// 16 rows against themselves, as `product16` would: the registers of one operand hold the other.
+__device__ __forceinline__ void product_own(const u32 (&a)[8][4], float (&d)[2][4]) {
+    float other[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[0][e] = d[1][e] = other[0][e] = other[1][e] = 0.f;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const u32(&x)[4] = a[k], (&y)[4] = a[k + 4];
+        mma(d[0], x[0], x[1], x[2], x[3], x[0], x[2]);
+        mma(d[1], x[0], x[1], x[2], x[3], x[1], x[3]);
+        mma(other[0], y[0], y[1], y[2], y[3], y[0], y[2]);
+        mma(other[1], y[0], y[1], y[2], y[3], y[1], y[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        d[0][e] += other[0][e];
+        d[1][e] += other[1][e];
+    }
+}
+// What scales a lane's two rows of a block, g and g + 8.
+struct Scales {
+    float scale[2], high[2], low[2];
+    u64 bits[2];
+};
+// Squared norms stand on the diagonal of the rows' own gram.
+__device__ __forceinline__ Scales row_scales(Shared &z, const float (&own)[2][4], int block, bool queries, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    u32 a[8][4];
-    float d[2][4];
-    rows16(queries ? m.q : m.k, block, a, lane);
-    product16(a, queries ? m.q : m.k, 16 * block, d, lane);
+    Scales x;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float x = __shfl_sync(~0u, d[h][2 * h], 4 * g + (g >> 1)), y = __shfl_sync(~0u, d[h][2 * h + 1], 4 * g + (g >> 1));
-        float norm = inverse_norm(g & 1 ? y : x);
-        int t = 16 * block + 8 * h + g;
-        float decay = expf(z.high[t] + z.low[t]);
-        if (c == 0 && queries) {
-            z.scale_q[t] = QSCALE * norm;
-            z.read_q[t] = decay * QSCALE * norm;
-        }
+        const float even = __shfl_sync(~0u, own[h][2 * h], 4 * g + (g >> 1)), odd = __shfl_sync(~0u, own[h][2 * h + 1], 4 * g + (g >> 1));
+        const int t = 16 * block + 8 * h + g;
+        const float norm = inverse_norm(g & 1 ? odd : even), beta = z.beta[t];
+        x.high[h] = z.high[t];
+        x.low[h] = z.low[t];
+        x.scale[h] = queries ? QSCALE * norm : beta * norm * norm;
+        x.bits[h] = queries ? z.bits[t] : z.bits[t] & ~(1ull << t);
+        const float decay = expf(x.high[h] + x.low[h]);
+        if (c == 0 && queries) z.read_q[t] = decay * QSCALE * norm;
         if (c == 0 && !queries) {
-            z.write[t] = z.beta[t] * norm;
-            z.scale_k[t] = z.beta[t] * norm * norm;
+            z.write[t] = beta * norm;
             z.read_k[t] = decay * norm;
         }
     }
+    return x;
 }
-// One 16 x 16 block of A (keys) or of the scores (queries).
-__device__ __forceinline__ void gram(const Tile &m, Shared &z, int block, int kb, bool queries, int lane) {
+__device__ __forceinline__ void put2(float *to, float x, float y) { *(float2 *)to = make_float2(x, y); }
+__device__ __forceinline__ void put2(u16 *to, float x, float y) { *(u32 *)to = pack(x, y); }
+// Finish one block of A (keys) or of the scores (queries) from its raw products.
+__device__ __forceinline__ void finish_block(Shared &z, const Scales &s, const float (&d)[2][4], int block, int kb, bool queries, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    u32 a[8][4];
-    float d[2][4];
-    rows16(queries ? m.q : m.k, block, a, lane);
-    product16(a, m.k, 16 * kb, d, lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int t = 16 * block + 8 * h + g;
-        const u64 bits = z.bits[t] & (queries ? ~0ull : ~(1ull << t));
-        const float scale = queries ? z.scale_q[t] : z.scale_k[t], high = z.high[t], low = z.low[t];
+    for (int n = 0; n < 2; ++n) {
+        const int i = 16 * kb + 8 * n + 2 * c;
+        const float2 high_i = *(float2 *)&z.high[i], low_i = *(float2 *)&z.low[i];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const int i = 16 * kb + 8 * n + 2 * c;
-            const float2 high_i = *(float2 *)&z.high[i], low_i = *(float2 *)&z.low[i];
-            const u32 above = (u32)(bits >> i);
-            float x = above & 1 ? decay_of((high - high_i.x) + (low - low_i.x)) * d[n][2 * h] * scale : 0.f;
-            float y = above & 2 ? decay_of((high - high_i.y) + (low - low_i.y)) * d[n][2 * h + 1] * scale : 0.f;
+        for (int h = 0; h < 2; ++h) {
+            const int t = 16 * block + 8 * h + g;
+            const u32 above = (u32)(s.bits[h] >> i);
+            float x = above & 1 ? decay_of((s.high[h] - high_i.x) + (s.low[h] - low_i.x)) * d[n][2 * h] * s.scale[h] : 0.f;
+            float y = above & 2 ? decay_of((s.high[h] - high_i.y) + (s.low[h] - low_i.y)) * d[n][2 * h + 1] * s.scale[h] : 0.f;
             if (queries) {
-#if EXACT
-                *(float2 *)&z.scores[t][i] = make_float2(x, y);
-#else
-                *(u32 *)&z.scores[t][i] = pack(x, y);
-#endif
+                put2(&z.scores[t][i], x, y);
                 continue;
             }
             // A row whose system is not finite is taken out of it, and gets NaN at the end.
@@ -810,13 +861,52 @@ __device__ __forceinline__ void gram(const Tile &m, Shared &z, int block, int kb
                 atomicOr(&z.bad[t >> 5], 1u << (t & 31));
                 x = y = 0.f;
             }
-            z.system[i][t] = x;
-            z.system[i + 1][t] = y;
+            put2(&z.system[t][i], x, y);
         }
     }
 }
+// The inverse of one block on the diagonal of I + A by forward substitution, in its place; a lane per column.
+__device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
+    const int column = lane & 15;
+    float x[16];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float s = i == column ? 1.f : 0.f;
+#pragma unroll
+        for (int k = 0; k < i; k += 4) {
+            const float4 a = *(const float4 *)&z.system[16 * r + i][16 * r + k];
+            s -= a.x * x[k];
+            if (k + 1 < i) s -= a.y * x[k + 1];
+            if (k + 2 < i) s -= a.z * x[k + 2];
+            if (k + 3 < i) s -= a.w * x[k + 3];
+        }
+        x[i] = s;
+    }
+    __syncwarp();
+    if (lane < 16)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) z.system[16 * r + i][16 * r + column] = x[i];
+}
+// All blocks of 16 rows of A, or of the scores, and the inverse of the one on the diagonal; one warp.
+__device__ __forceinline__ void row_job(const Tile &m, Shared &z, int block, bool queries, u32 live, int lane) {
+    u32 a[8][4];
+    float d[2][4];
+    rows16(queries ? m.q : m.k, block, a, lane);
+    product_own(a, d);
+    const Scales scales = row_scales(z, d, block, queries, lane);
+    const bool diagonal = live >> (5 * block) & 1;
+    if (!queries && diagonal) finish_block(z, scales, d, block, block, false, lane);
+#pragma unroll 1
+    for (int kb = queries ? block : block - 1; kb >= 0; --kb) {
+        if (kb < block && !(live >> (4 * block + kb) & 1)) continue;
+        product16(a, m.k, 16 * kb, d, lane);
+        finish_block(z, scales, d, block, kb, queries, lane);
+    }
+    if (!queries && diagonal) invert_diagonal(z, block, lane);
+}
 // 16 rows of keys or queries against 16 prior keys, weighted.
-__device__ __forceinline__ void gram_past(const Tile &m, Shared &z, const Weights &x, int block, int chunk, bool queries, int lane) {
+__device__ __forceinline__ void past_job(const Tile &m, Shared &z, int block, int chunk, bool queries, int lane) {
     const int g = lane >> 2, c = lane & 3;
     u32 a[8][4];
     float d[2][4];
@@ -825,81 +915,91 @@ __device__ __forceinline__ void gram_past(const Tile &m, Shared &z, const Weight
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const int i = 16 * chunk + 8 * n + 2 * c;
-        const float w0 = weight_of(x, i), w1 = weight_of(x, i + 1);
+        const float2 weight = *(float2 *)&z.weights[i];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int r = (queries ? BT : 0) + 16 * block + 8 * h + g;
-#if EXACT
-            *(float2 *)&z.past[r][i] = make_float2(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
-#else
-            *(u32 *)&z.past[r][i] = pack(w0 * d[n][2 * h], w1 * d[n][2 * h + 1]);
-#endif
+        for (int h = 0; h < 2; ++h) put2(&z.past[(queries ? BT : 0) + 16 * block + 8 * h + g][i], weight.x * d[n][2 * h], weight.y * d[n][2 * h + 1]);
+    }
+}
+// ---- the inverse below its diagonal ----
+#define TPARTS (EXACT ? 3 : 2)  // parts of 10 bits and more
+__device__ __forceinline__ void split_tf32(float x, u32 (&parts)[TPARTS]) {
+#pragma unroll
+    for (int i = 0; i < TPARTS; ++i) {
+        parts[i] = __float_as_uint(x) & 0xffffe000u;
+        x -= __uint_as_float(parts[i]);
+    }
+}
+// out[c, i] += sum over k of x[c, k] matrix[i, k]: 16 columns c, 16 rows i, 16 k. What comes out may go in again as x: the
+// order of k is that of accumulators.
+__device__ __forceinline__ void multiply16(float (&out)[2][4], const float (&x)[2][4], const float (*matrix)[LDA], int row, int column, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        u32 a[4][TPARTS];
+        split_tf32(x[k][0], a[0]);
+        split_tf32(x[k][2], a[1]);
+        split_tf32(x[k][1], a[2]);
+        split_tf32(x[k][3], a[3]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 y = *(const float2 *)&matrix[row + 8 * n + g][column + 8 * k + 2 * c];
+            u32 b[2][TPARTS];
+            split_tf32(y.x, b[0]);
+            split_tf32(y.y, b[1]);
+#pragma unroll
+            for (int order = TPARTS - 1; order >= 0; --order)
+#pragma unroll
+                for (int i = 0; i <= order; ++i) mma_tf32(out[n], a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
         }
     }
 }
-// The inverse of one 16 x 16 block on the diagonal of I + A by forward substitution, a lane per column.
-__device__ __forceinline__ void invert_diagonal(Tile &m, const Shared &z, int r, int lane) {
-    const int column = lane & 15;
-    float x[16];
+// One block of the inverse, as [ancestor][row].
+__device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], int b, int r, int lane) {
+    const int g = lane >> 2, c = lane & 3;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
-    if (z.live[r] >> r & 1)
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int k = 0; k < 15; ++k) {
-            float a[16];
-#pragma unroll
-            for (int i = (k + 1) & ~3; i < 16; i += 4) *(float4 *)(a + i) = *(const float4 *)&z.system[16 * r + k][16 * r + i];
-#pragma unroll
-            for (int i = k + 1; i < 16; ++i) x[i] -= a[i] * x[k];
-        }
-    if (lane < 16)
-#pragma unroll
-        for (int i = 0; i < 16; ++i) m.inverse[16 * r + i][16 * r + column] = x[i];
+        for (int h = 0; h < 2; ++h) put2(&z.inverse[16 * b + g + 8 * h][16 * r + 8 * n + 2 * c], x[n][2 * h], x[n][2 * h + 1]);
 }
-// Columns 8 half .. + 7 of block column b below the diagonal: X_r = -D_r (sum over k of A_rk X_k). A lane per column and
-// quarter of each sum, in float32.
-__device__ __forceinline__ void invert_below(Tile &m, const Shared &z, const Work &w, int b, int half, int lane) {
-    const int column = 16 * b + 8 * half + (lane & 7), quarter = lane >> 3;
-#pragma unroll 1
-    for (int r = b + 1; 16 * r < w.rows; ++r) {
-        if (!(z.live[r] >> b & 1)) continue;
-        float x[16];
+// Block column b of the inverse, from the diagonal down: X_r = -D_r (sum over k of A_rk X_k). One warp, in registers.
+__device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 live, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    float x[BLOCKS][2][4];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) x[i] = 0.f;
-#pragma unroll 1
-        for (int kb = b; kb < r; ++kb) {
-            if (!(z.live[r] >> kb & 1) || (kb != b && !(z.live[kb] >> b & 1))) continue;
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int row = 16 * kb + 4 * k + quarter;
-                const float y = m.inverse[row][column];
-#pragma unroll
-                for (int i = 0; i < 16; i += 4) {
-                    float4 a = *(const float4 *)&z.system[row][16 * r + i];
-                    x[i] -= a.x * y; x[i + 1] -= a.y * y; x[i + 2] -= a.z * y; x[i + 3] -= a.w * y;
-                }
-            }
+        for (int e = 0; e < 4; ++e) {
+            const int column = g + 8 * (e >> 1), row = 8 * n + 2 * c + (e & 1);
+            x[0][n][e] = live >> (5 * b) & 1 ? z.system[16 * b + row][16 * b + column] : row == column ? 1.f : 0.f;
         }
+    put_inverse(z, x[0], b, b, lane);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            x[i] += __shfl_xor_sync(~0u, x[i], 8);
-            x[i] += __shfl_xor_sync(~0u, x[i], 16);
-        }
-        // Lane (column, quarter) finishes rows quarter, quarter + 4, ...
+    for (int j = 1; j < BLOCKS; ++j) {
+        const int r = b + j;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int i = 4 * j + quarter;
-            float y = 0.f;
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int k = 0; k < 16; k += 4) {
-                float4 d = *(const float4 *)&m.inverse[16 * r + i][16 * r + k];
-                y += d.x * x[k] + d.y * x[k + 1] + d.z * x[k + 2] + d.w * x[k + 3];
-            }
-            m.inverse[16 * r + i][column] = y;
-        }
-        __syncwarp();
+            for (int e = 0; e < 4; ++e) x[j][n][e] = 0.f;
+        if (r >= blocks || !(live >> (4 * r + b) & 1)) continue;
+        float sum[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+        for (int i = 0; i < j; ++i)
+            if ((live >> (4 * r + b + i) & 1) && (i == 0 || (live >> (4 * (b + i) + b) & 1))) multiply16(sum, x[i], z.system, 16 * r, 16 * (b + i), lane);
+        if (live >> (5 * r) & 1)
+            multiply16(x[j], sum, z.system, 16 * r, 16 * r, lane);
+        else
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[j][n][e] = sum[n][e];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[j][n][e] = -x[j][n][e];
+        put_inverse(z, x[j], b, r, lane);
     }
 }
+// ---- the state's half ----
 // Accumulate the products of three-part operands that matter at 24 bits, smallest first.
 __device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][XPARTS], const u32 (&b)[2][XPARTS]) {
 #pragma unroll
@@ -907,14 +1007,37 @@ __device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][XPART
 #pragma unroll
         for (int i = 0; i <= order; ++i) mma(d, a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
 }
-__device__ __forceinline__ void row_parts(const float *row, u32 (&b)[2][XPARTS]) {
-    float2 x = *(const float2 *)row, y = *(const float2 *)(row + 8);
-    split<XPARTS>(x.x, x.y, b[0]);
-    split<XPARTS>(y.x, y.y, b[1]);
+// 16 rows from `row` on, 16 columns from `column` on, of a row-major matrix, as second operands of two products.
+__device__ __forceinline__ void second(const u16 *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+    u32 x[4];
+    load4(x, &matrix[(row + (lane & 7) + 8 * (lane >> 4)) * stride + column + 8 * ((lane >> 3) & 1)]);
+    b[0][0][0] = x[0], b[0][1][0] = x[1], b[1][0][0] = x[2], b[1][1][0] = x[3];
 }
-__device__ __forceinline__ void row_parts(const u16 *row, u32 (&b)[2][XPARTS]) {
-    b[0][0] = *(const u32 *)row;
-    b[1][0] = *(const u32 *)(row + 8);
+__device__ __forceinline__ void second(const float *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float2 x = *(const float2 *)&matrix[(row + 8 * n + g) * stride + column + 8 * h + 2 * c];
+            split<XPARTS>(x.x, x.y, b[n][h]);
+        }
+}
+// The same of a transposed matrix.
+__device__ __forceinline__ void second_turned(const u16 *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+    u32 x[4];
+    load4_turned(x, &matrix[(column + (lane & 7) + 8 * ((lane >> 3) & 1)) * stride + row + 8 * (lane >> 4)]);
+    b[0][0][0] = x[0], b[0][1][0] = x[1], b[1][0][0] = x[2], b[1][1][0] = x[3];
+}
+__device__ __forceinline__ void second_turned(const float *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float *from = &matrix[(column + 8 * h + 2 * c) * stride + row + 8 * n + g];
+            split<XPARTS>(from[0], from[stride], b[n][h]);
+        }
 }
 // Two accumulator tiles of 8 columns as one operand of 16.
 __device__ __forceinline__ void operand(const float (&x)[4], const float (&y)[4], u32 (&a)[4][XPARTS]) {
@@ -923,69 +1046,87 @@ __device__ __forceinline__ void operand(const float (&x)[4], const float (&y)[4]
     split<XPARTS>(y[0], y[1], a[2]);
     split<XPARTS>(y[2], y[3], a[3]);
 }
-// What the committed state gives for all rows of `rows`: S x^T carried on, and the prior rows beside it.
-__device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const Work &w, const u16 (*rows)[LDK], int offset, float carried, int first, float (&acc)[MT][NT][4], int lane) {
-    const int c = lane & 3, g = lane >> 2;
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int t = 0; t < MT; ++t) acc[t][n][0] = acc[t][n][1] = acc[t][n][2] = acc[t][n][3] = 0.f;
-#pragma unroll 2
-    for (int k = 0; k < 8; ++k) {
-        u32 a[MT][4][SPARTS], y[NT / 2][4];
-#pragma unroll
-        for (int t = 0; t < MT; ++t) state_operand(m, first + 16 * t, k, a[t], lane);
-#pragma unroll
-        for (int n = 0; n < NT / 2; ++n) load4(y[n], &rows[16 * n + (lane & 7) + 8 * (lane >> 4)][16 * k + 8 * ((lane >> 3) & 1)]);
-#pragma unroll
-        for (int i = SPARTS - 1; i >= 0; --i)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int t = 0; t < MT; ++t) mma(acc[t][n], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], y[n / 2][2 * (n & 1)], y[n / 2][2 * (n & 1) + 1]);
-    }
-    if (!w.prior || w.fold) return;
+// What the committed state gives for all keys and queries: S x^T carried on, and the prior rows beside it.
+__device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const Work &w, int first, float (&r)[MT][NT][4], float (&q)[MT][NT][4], int lane) {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int t = 0; t < MT; ++t)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) acc[t][n][e] *= carried;
+            for (int e = 0; e < 4; ++e) r[t][n][e] = q[t][n][e] = 0.f;
+#pragma unroll 2
+    for (int k = 0; k < 8; ++k) {
+        u32 a[MT][4][SPARTS];
+#pragma unroll
+        for (int t = 0; t < MT; ++t) state_operand(m, first + 16 * t, k, a[t], lane);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            u32 x[4], y[4];
+            const int row = 8 * n + (lane & 7) + 8 * (lane >> 4), column = 16 * k + 8 * ((lane >> 3) & 1);
+            load4(x, &m.k[row][column]);
+            load4(y, &m.q[row][column]);
+#pragma unroll
+            for (int i = SPARTS - 1; i >= 0; --i)
+#pragma unroll
+                for (int t = 0; t < MT; ++t) {
+                    mma(r[t][n], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], x[0], x[1]);
+                    mma(r[t][n + 1], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], x[2], x[3]);
+                    mma(q[t][n], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], y[0], y[1]);
+                    mma(q[t][n + 1], a[t][0][i], a[t][1][i], a[t][2][i], a[t][3][i], y[2], y[3]);
+                }
+        }
+    }
+    if (!w.prior || w.fold) return;
+    const float carried = z.carried;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < MT; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                r[t][n][e] *= carried;
+                q[t][n][e] *= carried;
+            }
 #pragma unroll 1
     for (int h = 0; 16 * h < w.prior; ++h) {
         u32 a[MT][4][XPARTS];
 #pragma unroll
         for (int t = 0; t < MT; ++t) prior_operand<XPARTS>(m, first + 16 * t, h, a[t], lane);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            u32 b[2][XPARTS];
-            row_parts(&z.past[offset + 8 * n + g][16 * h + 2 * c], b);
+        for (int n = 0; n < NT; n += 2) {
+            u32 x[2][2][XPARTS], y[2][2][XPARTS];
+            second(&z.past[0][0], LDP, 8 * n, 16 * h, x, lane);
+            second(&z.past[0][0], LDP, BT + 8 * n, 16 * h, y, lane);
 #pragma unroll
-            for (int t = 0; t < MT; ++t) mma_parts(acc[t][n], a[t], b);
+            for (int t = 0; t < MT; ++t)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    mma_parts(r[t][n + e], a[t], x[e]);
+                    mma_parts(q[t][n + e], a[t], y[e]);
+                }
         }
     }
 }
 // out[v, t] += sum over i <= t of in[v, i] matrix[t, i]; rows that are not finite leave the products.
-template <typename M>
-__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const M &matrix, float (&out)[MT][NT][4], const Work &w, const u32 *live, int lane) {
-    const int g = lane >> 2, c = lane & 3;
+template <bool TURNED>
+__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const mt (&matrix)[BT][LDA], float (&out)[MT][NT][4], u32 used, int lane) {
 #pragma unroll
-    for (int ks = 0; ks < NT / 2; ++ks) {
+    for (int i = 0; i < BLOCKS; ++i) {
         u32 a[MT][4][XPARTS];
 #pragma unroll
-        for (int t = 0; t < MT; ++t) operand(in[t][2 * ks], in[t][2 * ks + 1], a[t]);
+        for (int t = 0; t < MT; ++t) operand(in[t][2 * i], in[t][2 * i + 1], a[t]);
 #pragma unroll
-        for (int n = 2 * ks; n < NT; ++n) {
-            const bool holds = n / 2 == ks ? 16 * ks < w.rows : live[n / 2] >> ks & 1;  // else nothing was written there
-            u32 b[2][XPARTS];
-            row_parts(&matrix[8 * n + g][16 * ks + 2 * c], b);
+        for (int r = i; r < BLOCKS; ++r) {
+            if (!(used >> (4 * r + i) & 1)) continue;  // nothing was written there
+            u32 b[2][2][XPARTS];
+            if (TURNED)
+                second_turned(&matrix[0][0], LDA, 16 * r, 16 * i, b, lane);
+            else
+                second(&matrix[0][0], LDA, 16 * r, 16 * i, b, lane);
 #pragma unroll
-            for (int i = 0; i < XPARTS; ++i) {
-                b[0][i] = holds ? b[0][i] : 0;
-                b[1][i] = holds ? b[1][i] : 0;
-            }
+            for (int t = 0; t < MT; ++t)
 #pragma unroll
-            for (int t = 0; t < MT; ++t) mma_parts(out[t][n], a[t], b);
+                for (int e = 0; e < 2; ++e) mma_parts(out[t][2 * r + e], a[t], b[e]);
         }
     }
 }
@@ -1032,19 +1173,16 @@ __device__ __forceinline__ void drop_inert(const Shared &z, float (&x)[MT][NT][4
 }
 // Write [v, t] accumulators as bfloat16 rows t through this warp's columns of the staging area.
 __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float (&x)[MT][NT][4], u16 *to, i64 row_stride, int first, int lane) {
-    const int g = lane >> 2, c = lane & 3;
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < NT; n += 2)
 #pragma unroll
-        for (int t = 0; t < MT; ++t)
+        for (int t = 0; t < MT; ++t) {
+            u32 tiles[4];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const u32 turned = turn8x8(pack(x[t][n][2 * h], x[t][n][2 * h + 1]));
-                // Lane (g, c) gets row 8 n + g, columns 2 c and 2 c + 1 of the tile.
-                *(u32 *)&z.values[8 * n + g][first + 16 * t + 8 * h + 2 * c] = turned;
-            }
-    }
+            for (int j = 0; j < 4; ++j) tiles[j] = pack(x[t][n + (j >> 1)][2 * (j & 1)], x[t][n + (j >> 1)][2 * (j & 1) + 1]);
+            store4_turned(&z.values[8 * n + (lane & 7) + 8 * (lane >> 4)][first + 16 * t + 8 * ((lane >> 3) & 1)], tiles);
+        }
     __syncwarp();
     const int per_row = 2 * MT, step = 32 / per_row;  // 16-byte pieces
     const int piece = lane % per_row;
@@ -1052,8 +1190,47 @@ __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float
     u16 *at = to + (i64)(w.start + lane / per_row) * row_stride + 8 * piece;
     for (int t = lane / per_row; t < w.rows; t += step, from += step * (BV + 8), at += step * row_stride) *(uint4 *)at = *(const uint4 *)from;
 }
+// r <- beta (v - r), of the raw values in the staging area.
+__device__ __forceinline__ void residuals(const Shared &z, float (&r)[MT][NT][4], int first, int lane) {
+    const int c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n += 2)
+#pragma unroll
+        for (int t = 0; t < MT; ++t) {
+            u32 v[4];
+            load4_turned(v, &z.values[8 * n + (lane & 7) + 8 * (lane >> 4)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int i = 8 * (n + (j >> 1)) + 2 * c;
+                const float2 write = *(const float2 *)&z.write[i], read = *(const float2 *)&z.read_k[i];
+                float(&x)[4] = r[t][n + (j >> 1)];
+                x[2 * (j & 1)] = write.x * (lo_of(v[j]) - read.x * x[2 * (j & 1)]);
+                x[2 * (j & 1) + 1] = write.y * (hi_of(v[j]) - read.y * x[2 * (j & 1) + 1]);
+            }
+        }
+}
+__device__ __forceinline__ void write_pseudo_values(const Params &p, Shared &z, const Work &w, const float (&y)[MT][NT][4], int first, int lane) {
+    const int v0 = BV * w.vb + first;
+#if U_F32
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            int t = 8 * n + 2 * c + e;
+            if (t >= w.rows) continue;
+            float *to = (float *)p.u_out + (i64)(w.start + t) * p.uo_row + w.head * p.uo_head + v0 + g;
+#pragma unroll
+            for (int k = 0; k < MT; ++k)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) to[16 * k + 8 * h] = y[k][n][e + 2 * h];
+        }
+#else
+    write_rows(z, w, y, (u16 *)p.u_out + w.head * p.uo_head + v0, p.uo_row, first, lane);
+#endif
+}
 __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &m, Shared &z, int warp, int lane) {
-    const int g = lane >> 2, c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
+    const int c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
     if (threadIdx.x < 2) z.bad[threadIdx.x] = 0;
     GateInputs inputs[(BT + 31) / 32];
     u64 words[(BT + 31) / 32];
@@ -1065,11 +1242,14 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
             words[j] = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
         }
     Decays decays;
-    Weights x;
-    x.carried = 1.f;
-    if (w.prior) decays = prior_decays(p, w, lane);
-    request(p, w, m, 0, warp, lane);
-    if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
+    if (warp == 0 && w.prior) decays = prior_decays(p, w, lane);
+    request(p, w, m, EARLY_VALUES ? z.values : 0, BT, warp, lane);
+    if (warp == 0 && w.prior) {
+        const Weights x = prior_weights(p, w, decays, lane, w.vb == 0);
+#pragma unroll
+        for (int j = 0; j < (PMAX + 31) / 32; ++j) z.weights[lane + 32 * j] = x.weight[j];
+        if (lane == 0) z.carried = x.carried;
+    }
     if (warp == NW - 1) {
         path_sums(z, p, w, inputs, words, lane);
         find_live(z, lane);
@@ -1077,104 +1257,88 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     copies_done<1>();
     __syncthreads();
     append(p, w, m);
-    if (p.k_out && w.vb == 0 && w.first_of_group)
-        for (int i = threadIdx.x; i < w.rows * 16; i += 32 * NW)
-            *(uint4 *)(p.k_out + (i64)(w.start + (i >> 4)) * p.ko_row + w.key_head * p.ko_head + 8 * (i & 15)) = *(const uint4 *)&m.k[i >> 4][8 * (i & 15)];
+    copy_keys(p, w, m);
+    const u32 live = z.live, past_jobs = w.prior && !w.fold ? (w.prior + 15) / 16 * 2 * blocks : 0;
 #pragma unroll 1
-    for (int job = warp; job < 2 * (BT / 16); job += NW) row_scales(m, z, job >> 1, job & 1, lane);
-    if (w.prior && !w.fold)
-#pragma unroll 1
-        for (int job = NW - 1 - warp; job < 2 * (BT / 16) * ((w.prior + 15) / 16); job += NW) gram_past(m, z, x, (job >> 1) % (BT / 16), (job >> 1) / (BT / 16), job & 1, lane);
-    __syncthreads();
-#pragma unroll 1
-    for (int job = warp, block = 0, kb = 0, at = 0; job < blocks * (blocks + 1); job += NW) {
-        for (; at < job >> 1; ++at)
-            if (++kb > block) ++block, kb = 0;
-        const bool queries = job & 1;
-        if ((z.live[block] >> kb & 1) || (queries && kb == block)) gram(m, z, block, kb, queries, lane);
+    for (int job = warp; job < 2 * blocks + past_jobs; job += NW) {
+        const int block = blocks - 1 - (job >> 1) % blocks, chunk = (job >> 1) / blocks - 1;
+        if (chunk >= 0) {
+            past_job(m, z, block, chunk, job & 1, lane);
+            continue;
+        }
+        row_job(m, z, block, job & 1, live, lane);
+        if (BT == 16 && !(job & 1)) {
+            __syncwarp();
+            invert_column(z, 0, 1, live, lane);
+        }
     }
     __syncthreads();
+#if !EARLY_VALUES
+    uint4 values[VALUE_PIECES];
+    const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
+#pragma unroll
+    for (int j = 0; j < VALUE_PIECES; ++j) {
+        const int i = threadIdx.x + 32 * NW * j, t = i / (BV / 8);
+        values[j] = make_uint4(0, 0, 0, 0);
+        if (t < w.rows) values[j] = early((const uint4 *)(v + t * p.v_row + 8 * (i % (BV / 8))));
+    }
+#endif
+    if (BT > 16)
+#pragma unroll 1
+        for (int b = warp; b < blocks; b += NW) invert_column(z, b, blocks, live, lane);
+    copies_done<0>();
+    __syncwarp();
     if (w.fold) {
-        copies_done<0>();
-        __syncwarp();
+        Weights x;
+#pragma unroll
+        for (int j = 0; j < (PMAX + 31) / 32; ++j) x.weight[j] = z.weights[lane + 32 * j];
+        x.carried = z.carried;
 #pragma unroll 1
         for (int t = 0; t < MT; ++t) fold(p, w, m, x, first + 16 * t, lane);
-        __syncthreads();
+        __syncwarp();
     }
-#pragma unroll 1
-    for (int block = warp; block < blocks; block += NW) invert_diagonal(m, z, block, lane);
-    __syncthreads();
-#pragma unroll 1
-    for (int job = warp; job < 2 * (blocks - 1); job += NW) invert_below(m, z, w, job >> 1, job & 1, lane);
-    copies_done<0>();
-    __syncthreads();
-    // The system's place is free for the values.
-    {
-        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
-        for (int i = threadIdx.x; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&z.values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
-        copies_sent();
+    float r[MT][NT][4], q[MT][NT][4], y[MT][NT][4];
+    read_past(m, z, w, first, r, q, lane);
+    if (BT > 16) __syncthreads();
+#if !EARLY_VALUES
+    // The system is done with.
+#pragma unroll
+    for (int j = 0; j < VALUE_PIECES; ++j) {
+        const int i = threadIdx.x + 32 * NW * j;
+        if (i < BT * BV / 8) *(uint4 *)&z.values[i / (BV / 8)][8 * (i % (BV / 8))] = values[j];
     }
-    for (int i = threadIdx.x; i < (BT - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)z.values[w.rows])[i] = make_uint4(0, 0, 0, 0);
-    float r[MT][NT][4], y[MT][NT][4];
-    read_past(m, z, w, m.k, 0, x.carried, first, r, lane);
-    copies_done<0>();
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        {
-            float2 beta = *(float2 *)&z.write[8 * n + 2 * c], read = *(float2 *)&z.read_k[8 * n + 2 * c];
-#pragma unroll
-            for (int t = 0; t < MT; ++t) {
-                u32 v[2];
-                load2_turned(v, &z.values[8 * n + (lane & 7)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    r[t][n][2 * h] = beta.x * (lo_of(v[h]) - read.x * r[t][n][2 * h]);
-                    r[t][n][2 * h + 1] = beta.y * (hi_of(v[h]) - read.y * r[t][n][2 * h + 1]);
-                }
-            }
-        }
-#pragma unroll
-        for (int t = 0; t < MT; ++t) y[t][n][0] = y[t][n][1] = y[t][n][2] = y[t][n][3] = 0.f;
-    }
-    drop_inert(z, r, lane);
-    u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32);
+#endif
+    residuals(z, r, first, lane);
+    const u32 used = live | (0x8421u & ((1u << 4 * blocks) - 1));
+    const u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32), inert = (u64)z.inert[0] | ((u64)z.inert[1] << 32);
+    if (bad | inert) drop_inert(z, r, lane);
     if (bad) mark(z, bad, true, r, lane);
-    apply(r, m.inverse, y, w, z.live, lane);
-    if (bad) mark(z, bad, false, y, lane);
-#if U_F32
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            int t = 8 * n + 2 * c + e;
-            if (t >= w.rows) continue;
-            float *to = (float *)p.u_out + (i64)(w.start + t) * p.uo_row + w.head * p.uo_head + v0 + first + g;
+        for (int t = 0; t < MT; ++t)
 #pragma unroll
-            for (int k = 0; k < MT; ++k)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) to[16 * k + 8 * h] = y[k][n][e + 2 * h];
-        }
-#else
-    write_rows(z, w, y, (u16 *)p.u_out + w.head * p.uo_head + v0 + first, p.uo_row, first, lane);
-#endif
-    read_past(m, z, w, m.q, BT, x.carried, first, r, lane);
+            for (int e = 0; e < 4; ++e) y[t][n][e] = 0.f;
+    apply<true>(r, z.inverse, y, used, lane);
+    if (bad) mark(z, bad, false, y, lane);
+    write_pseudo_values(p, z, w, y, first, lane);
+    if (bad) mark(z, bad, true, y, lane);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        float2 read = *(float2 *)&z.read_q[8 * n + 2 * c];
+        const float2 read = *(const float2 *)&z.read_q[8 * n + 2 * c];
 #pragma unroll
         for (int t = 0; t < MT; ++t) {
-            r[t][n][0] *= read.x;
-            r[t][n][1] *= read.y;
-            r[t][n][2] *= read.x;
-            r[t][n][3] *= read.y;
+            q[t][n][0] *= read.x;
+            q[t][n][1] *= read.y;
+            q[t][n][2] *= read.x;
+            q[t][n][3] *= read.y;
         }
     }
-    if (bad) mark(z, bad, true, y, lane);
-    apply(y, z.scores, r, w, z.live, lane);
-    if (bad) mark(z, bad, false, r, lane);
-    drop_inert(z, r, lane);
-    write_rows(z, w, r, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
+    apply<false>(y, z.scores, q, used, lane);
+    if (bad) mark(z, bad, false, q, lane);
+    if (bad | inert) drop_inert(z, q, lane);
+    write_rows(z, w, q, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
 }
 #endif
 

@@ -15,8 +15,10 @@ DIM = 128
 PADDED = 136
 # Rows of the largest tree that a variant takes; the first is done without shared matrices.
 ROW_BUCKETS = (4, 16, 32, 48, 64)
+# Up to so many rows, values have a place of their own in shared memory.
+EARLY_VALUES = 32
 # Prior rows: a history's places and the longest path.
-PRIOR_BUCKETS = (16, 32, 48)
+PRIOR_BUCKETS = (16, 32, 48, 64, 80)
 
 
 class Variant(NamedTuple):
@@ -40,16 +42,17 @@ class Variant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: the source's `Tile` and `Rest`, which asserts that it is this."""
-        values, wide = 16 * self.mt * self.nw, self.bt > ROW_BUCKETS[0]
+        values, bt = 16 * self.mt * self.nw, self.bt
         state, u, part = 4 if self.state_f32 else 2, 4 if self.u_f32 else 2, 4 if self.exact else 2
-        system = self.bt * (self.bt + 4) * 4
-        prior = max(self.pmax * PADDED * 2, system) + self.pmax * (values * u + 16)
-        tile = values * PADDED * state + 2 * self.bt * PADDED * 2 + prior
+        tile = PADDED * (values * state + 2 * (2 * bt + self.pmax)) + self.pmax * (values * u + 16)
         small = self.nw * 64 * 4 + 4 * (values + 8) * 2
-        scores = self.bt * (self.bt + (4 if self.exact else 8)) * part
-        matrices = max(system, self.bt * (values + 8) * 2) + scores + 2 * self.bt * (self.pmax + 8) * part
-        tables = self.bt * (8 * 4 + 8) + 4 * 4 + 8 + 64 * (8 + 4)
-        return _aligned(tile) + (max(_aligned(small), _aligned(matrices + tables)) if wide else _aligned(small))
+        if bt == ROW_BUCKETS[0]:
+            return _aligned(tile) + _aligned(small)
+        system, staged = bt * (bt + 8) * 4, bt * (values + 8) * 2
+        matrices = 2 * bt * (bt + 8) * part + 2 * bt * (self.pmax + 8) * part
+        tables = 32 * -(-self.pmax // 32) * 4 + bt * (6 * 4 + 8) + 64 * (8 + 4) + 6 * 4
+        held = system + staged if bt <= EARLY_VALUES else max(system, staged)
+        return _aligned(tile) + max(_aligned(small), _aligned(held + matrices + tables))
 
     @property
     def num_threads(self) -> int:
