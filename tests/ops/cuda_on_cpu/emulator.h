@@ -51,7 +51,7 @@ extern char memory[];
 inline char *shared_base() { return guarded + GUARD; }
 
 namespace emulator {
-enum class Kind { none, barrier, syncwarp, shuffle, shuffle_xor, reduce_or, any, ballot, mma, mma8, mma_tf32, load4, load4_turned, store4_turned };
+enum class Kind { none, barrier, syncwarp, shuffle, shuffle_xor, reduce_or, any, ballot, mma, mma8, load4, load4_turned, store4_turned };
 struct Copy {
     uint32_t to;
     const void *from;

@@ -23,7 +23,9 @@ inline float early(const float *p) { return *p; }
 inline uint32_t early(const uint32_t *p) { return *p; }
 inline uint16_t early(const uint16_t *p) { return *p; }
 inline uint4 early(const uint4 *p) { return *p; }
+inline float exp2_fast(float x) { return exp2f(x); }
 inline void atomicOr(uint32_t *p, uint32_t bits) { *p |= bits; }
+inline uint32_t atomicAdd(uint32_t *p, uint32_t x) { return (*p += x) - x; }
 
 // ---- threads of a block, lanes of a warp ----
 inline void __syncthreads() {
@@ -126,19 +128,6 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 inline void mma8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
     Product mine = {d, {a0, a1}, {b0}};
     emulator::meet(emulator::Kind::mma8, &mine, multiply<8>);
-}
-// The same with a of 16 rows of 8 and b of 8 rows of 8 in tf32: float32 without its last 13 bits. Columns c and c + 4 are a lane's.
-inline void mma_tf32(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    Product mine = {d, {a0, a1, a2, a3}, {b0, b1}};
-    emulator::meet(emulator::Kind::mma_tf32, &mine, [](void **of) {
-        float a[16][8], b[8][8];
-        for (int lane = 0; lane < 32; ++lane) {
-            const auto *x = (Product *)of[lane];
-            for (int e = 0; e < 4; ++e) a[lane / 4 + 8 * (e % 2)][lane % 4 + 4 * (e / 2)] = __uint_as_float(x->a[e] & 0xffffe000u);
-            for (int e = 0; e < 2; ++e) b[lane / 4][lane % 4 + 4 * e] = __uint_as_float(x->b[e] & 0xffffe000u);
-        }
-        add_products(of, a, b);
-    });
 }
 // Deal 8 x 8 tiles out to lanes, two neighbours of a row each, or of a column.
 inline uint32_t dealt(const uint16_t (&tile)[8][8], int lane, bool turned) {

@@ -94,10 +94,6 @@ __device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
-__device__ __forceinline__ void mma_tf32(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ u32 smem_at(const void *p) {
     return (u32)__cvta_generic_to_shared(p);
 }
@@ -127,6 +123,11 @@ __device__ __forceinline__ uint4 early(const uint4 *p) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
     return x;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 __device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
@@ -221,15 +222,23 @@ struct __align__(16) Tile {
 // so that nothing left behind is ever multiplied; so do those of `values`, where they are not null.
 __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int padded, int warp, int lane) {
     const int tid = threadIdx.x, v0 = BV * w.vb;
-    const u16 *k = p.k + w.start * p.k_row + w.key_head * p.k_head, *q = p.q + w.start * p.q_row + w.key_head * p.q_head;
-    for (int i = tid; i < w.rows * 16; i += 32 * NW) {
-        int t = i >> 4, piece = 8 * (i & 15);
-        copy16(smem_at(&m.k[t][piece]), k + t * p.k_row + piece);
-        copy16(smem_at(&m.q[t][piece]), q + t * p.q_row + piece);
+    {
+        const int first = tid >> 4, piece = 8 * (tid & 15), step = 2 * NW;
+        const u16 *k = p.k + (w.start + first) * p.k_row + w.key_head * p.k_head + piece, *q = p.q + (w.start + first) * p.q_row + w.key_head * p.q_head + piece;
+        const i64 k_step = step * p.k_row, q_step = step * p.q_row;
+        u32 to_k = smem_at(&m.k[0][0]) + 2 * (first * LDK + piece), to_q = to_k + (u32)sizeof(m.k);
+        for (int t = first; t < w.rows; t += step) {
+            copy16(to_k, k);
+            copy16(to_q, q);
+            k += k_step, q += q_step, to_k += 2 * step * LDK, to_q += 2 * step * LDK;
+        }
     }
     if (values) {
-        const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
-        for (int i = tid; i < w.rows * (BV / 8); i += 32 * NW) copy16(smem_at(&values[i / (BV / 8)][8 * (i % (BV / 8))]), v + i / (BV / 8) * p.v_row + 8 * (i % (BV / 8)));
+        const int first = tid / (BV / 8), piece = 8 * (tid % (BV / 8)), step = 32 * NW / (BV / 8);
+        const u16 *v = p.v + (w.start + first) * p.v_row + w.head * p.v_head + v0 + piece;
+        const i64 v_step = step * p.v_row;
+        u32 to = smem_at(&values[0][0]) + 2 * (first * (BV + 8) + piece);
+        for (int t = first; t < w.rows; t += step, v += v_step, to += 2 * step * (BV + 8)) copy16(to, v);
     }
     const int per_row = BV * sizeof(ut) / 16, chunk = padded == 4 ? (w.prior + 7) & ~7 : (w.prior + 15) & ~15;
     // Chunks are filled up with the newest row, whose weight is 0 there.
@@ -667,6 +676,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 // ---- up to BT rows: T x T matrices in shared memory, products on tensor cores ----
 // Blocks of 16 x 16 rows: only those that hold an ancestor are computed, written and read.
 #define BLOCKS (BT / 16)
+#define SETS ((BT + 31) / 32)  // rows of a lane
 #define LDA (BT + 8)
 #if EXACT
 typedef float mt;
@@ -679,7 +689,7 @@ typedef u16 mt;
 struct __align__(16) Shared {
 #if EARLY_VALUES
     float system[BT][LDA];          // A, [row][ancestor]; on the diagonal, the inverses of I + A's blocks
-    u16 values[BT][BV + 8];         // v of all rows; then staging of u and o
+    u16 values[BT][BV + 8];         // v of all rows
 #else
     union {
         float system[BT][LDA];
@@ -690,79 +700,85 @@ struct __align__(16) Shared {
     mt scores[BT][LDA];             // [row][ancestor]
     mt past[2 * BT][LDP];           // weighted k . k_i and q . k_i of prior rows i
     float weights[32 * ((PMAX + 31) / 32)];
-    float beta[BT], high[BT], low[BT], read_k[BT], read_q[BT], write[BT];
-    u64 bits[BT];
-    double sums[64];
-    int jump[64];
-    u32 bad[2], inert[2];
+    float beta[BT], read_k[BT], read_q[BT], write[BT];
+    float high[BT], low[BT];        // log decays from the root, in powers of 2
+    u32 bits[2][BT];
+    u32 bad[2], inert[2], next;     // next: the first job that nobody does yet
     u32 live;                       // bit 4 r + b: rows of block r have ancestors in block b, themselves left out
     float carried;
 };
 // Log decays over root paths by pointer jumping, in double; one warp.
-__device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work &w, const GateInputs (&inputs)[(BT + 31) / 32], const u64 (&words)[(BT + 31) / 32], int lane) {
-    if (lane == 0) z.inert[0] = z.inert[1] = 0;
-    __syncwarp();
+__device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work &w, const GateInputs (&inputs)[SETS], const u64 (&words)[SETS], int lane) {
+    double sum[SETS];
+    int jump[SETS];
 #pragma unroll
-    for (int j = 0; j < (BT + 31) / 32; ++j) {
+    for (int j = 0; j < SETS; ++j) {
         const int t = lane + 32 * j;
+        const u64 above = words[j] & ~(1ull << t);
+        const Gate x = gate_of(p, w, inputs[j], t);
         const u32 idle = __ballot_sync(~0u, t < w.rows && !words[j]);
+        sum[j] = (double)x.g;
+        jump[j] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
         if (lane == 0) z.inert[j] = idle;
         if (t >= BT) continue;
-        Gate x = gate_of(p, w, inputs[j], t);
-        u64 bits = words[j];
-        u64 above = bits & ~(1ull << t);
         z.beta[t] = x.beta;
-        z.bits[t] = bits;
-        z.sums[t] = (double)x.g;
-        z.jump[t] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
+        z.bits[0][t] = (u32)words[j];
+        z.bits[1][t] = (u32)(words[j] >> 32);
     }
-    __syncwarp();
-#pragma unroll 1
-    for (int reach = 1; reach < BT; reach <<= 1) {
-        double add[(BT + 31) / 32];
-        int next[(BT + 31) / 32];
-        bool more = false;
-#pragma unroll
-        for (int j = 0; j < (BT + 31) / 32; ++j) {
-            int t = lane + 32 * j, up = t < BT ? z.jump[t] : -1;
-            add[j] = up >= 0 ? z.sums[up] : 0.0;
-            next[j] = up >= 0 ? z.jump[up] : -1;
-            more |= up >= 0;
-        }
+    if (SETS == 1 && lane == 0) z.inert[1] = 0;
+    for (;;) {
+        bool more = jump[0] >= 0;
+        if (SETS > 1) more |= jump[SETS - 1] >= 0;
         if (!__any_sync(~0u, more)) break;
+        double add[SETS];
+        int next[SETS];
 #pragma unroll
-        for (int j = 0; j < (BT + 31) / 32; ++j)
-            if (lane + 32 * j < BT) {
-                z.sums[lane + 32 * j] += add[j];
-                z.jump[lane + 32 * j] = next[j];
-            }
-        __syncwarp();
+        for (int j = 0; j < SETS; ++j) {
+            add[j] = __shfl_sync(~0u, sum[0], jump[j] & 31);
+            next[j] = __shfl_sync(~0u, jump[0], jump[j] & 31);
+            if (SETS == 1) continue;
+            const double other = __shfl_sync(~0u, sum[SETS - 1], jump[j] & 31);
+            const int beyond = __shfl_sync(~0u, jump[SETS - 1], jump[j] & 31);
+            if (jump[j] >= 32) add[j] = other, next[j] = beyond;
+        }
+#pragma unroll
+        for (int j = 0; j < SETS; ++j)
+            if (jump[j] >= 0) sum[j] += add[j], jump[j] = next[j];
     }
-    for (int t = lane; t < BT; t += 32) {
-        float high = (float)z.sums[t], low = (float)(z.sums[t] - (double)high);
+#pragma unroll
+    for (int j = 0; j < SETS; ++j) {
+        const int t = lane + 32 * j;
+        if (t >= BT) continue;
+        const double binary = sum[j] * 1.4426950408889634;
+        const float high = (float)binary;
         z.high[t] = high;
-        z.low[t] = low;
+        z.low[t] = (float)(binary - (double)high);
         if (w.vb == 0 && p.high_out && t < w.rows) {
-            p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = high;
-            p.low_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = low;
+            const float natural = (float)sum[j];
+            p.high_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = natural;
+            p.low_out[(i64)(w.start + t) * p.go_row + w.head * p.go_head] = (float)(sum[j] - (double)natural);
         }
     }
 }
-__device__ __forceinline__ void find_live(Shared &z, int lane) {
+__device__ __forceinline__ void find_live(Shared &z, const u64 (&words)[SETS], int lane) {
     u32 live = 0;
 #pragma unroll
-    for (int r = 0; r < BLOCKS; ++r) {
-        u64 bits = lane < 16 ? z.bits[16 * r + lane] & ~(1ull << (16 * r + lane)) : 0ull;
-        u32 low = __reduce_or_sync(~0u, (u32)bits), high = BT > 32 ? __reduce_or_sync(~0u, (u32)(bits >> 32)) : 0;
-        live |= ((low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0)) << (4 * r);
+    for (int j = 0; j < SETS; ++j) {
+        const u64 bits = words[j] & ~(1ull << (lane + 32 * j));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const bool mine = lane >> 4 == h;
+            const u32 low = __reduce_or_sync(~0u, mine ? (u32)bits : 0u), high = BT > 32 ? __reduce_or_sync(~0u, mine ? (u32)(bits >> 32) : 0u) : 0u;
+            live |= ((low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0)) << (4 * (2 * j + h));
+        }
     }
     if (lane == 0) z.live = live;
 }
 __device__ __forceinline__ float decay_of(float x) {
 #if EXACT
-    return expf(x);
+    return exp2f(x);
 #else
-    return __expf(x);
+    return exp2_fast(x);
 #endif
 }
 __device__ __forceinline__ void rows16(const u16 (*from)[LDK], int block, u32 (&a)[8][4], int lane) {
@@ -813,7 +829,7 @@ __device__ __forceinline__ void product_own(const u32 (&a)[8][4], float (&d)[2][
 // What scales a lane's two rows of a block, g and g + 8.
 struct Scales {
     float scale[2], high[2], low[2];
-    u64 bits[2];
+    u32 bits[2][2];
 };
 // Squared norms stand on the diagonal of the rows' own gram.
 __device__ __forceinline__ Scales row_scales(Shared &z, const float (&own)[2][4], int block, bool queries, int lane) {
@@ -827,8 +843,10 @@ __device__ __forceinline__ Scales row_scales(Shared &z, const float (&own)[2][4]
         x.high[h] = z.high[t];
         x.low[h] = z.low[t];
         x.scale[h] = queries ? QSCALE * norm : beta * norm * norm;
-        x.bits[h] = queries ? z.bits[t] : z.bits[t] & ~(1ull << t);
-        const float decay = expf(x.high[h] + x.low[h]);
+        const u64 itself = queries ? 0ull : 1ull << t;
+        x.bits[h][0] = z.bits[0][t] & ~(u32)itself;
+        x.bits[h][1] = z.bits[1][t] & ~(u32)(itself >> 32);
+        const float decay = decay_of(x.high[h] + x.low[h]);
         if (c == 0 && queries) z.read_q[t] = decay * QSCALE * norm;
         if (c == 0 && !queries) {
             z.write[t] = beta * norm;
@@ -840,29 +858,43 @@ __device__ __forceinline__ Scales row_scales(Shared &z, const float (&own)[2][4]
 __device__ __forceinline__ void put2(float *to, float x, float y) { *(float2 *)to = make_float2(x, y); }
 __device__ __forceinline__ void put2(u16 *to, float x, float y) { *(u32 *)to = pack(x, y); }
 // Finish one block of A (keys) or of the scores (queries) from its raw products.
-__device__ __forceinline__ void finish_block(Shared &z, const Scales &s, const float (&d)[2][4], int block, int kb, bool queries, int lane) {
+__device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (&d)[2][4], int block, int kb, bool queries, int lane) {
     const int g = lane >> 2, c = lane & 3;
+    float sums[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const int i = 16 * kb + 8 * n + 2 * c;
-        const float2 high_i = *(float2 *)&z.high[i], low_i = *(float2 *)&z.low[i];
+        const float2 high = *(float2 *)&z.high[i], low = *(float2 *)&z.low[i];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int t = 16 * block + 8 * h + g;
-            const u32 above = (u32)(s.bits[h] >> i);
-            float x = above & 1 ? decay_of((s.high[h] - high_i.x) + (s.low[h] - low_i.x)) * d[n][2 * h] * s.scale[h] : 0.f;
-            float y = above & 2 ? decay_of((s.high[h] - high_i.y) + (s.low[h] - low_i.y)) * d[n][2 * h + 1] * s.scale[h] : 0.f;
-            if (queries) {
-                put2(&z.scores[t][i], x, y);
-                continue;
-            }
-            // A row whose system is not finite is taken out of it, and gets NaN at the end.
-            if (!finite(x + y)) {
-                atomicOr(&z.bad[t >> 5], 1u << (t & 31));
-                x = y = 0.f;
-            }
-            put2(&z.system[t][i], x, y);
+            const u32 above = (kb < 2 ? s.bits[h][0] : s.bits[h][1]) >> (i & 31);
+            const float x = decay_of((s.high[h] - high.x) + (s.low[h] - low.x)) * (d[n][2 * h] * s.scale[h]);
+            const float y = decay_of((s.high[h] - high.y) + (s.low[h] - low.y)) * (d[n][2 * h + 1] * s.scale[h]);
+            d[n][2 * h] = above & 1 ? x : 0.f;
+            d[n][2 * h + 1] = above & 2 ? y : 0.f;
+            sums[h] += d[n][2 * h] + d[n][2 * h + 1];
         }
+    }
+    if (queries) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) put2(&z.scores[16 * block + 8 * h + g][16 * kb + 8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
+        return;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int t = 16 * block + 8 * h + g;
+        // What is not finite is taken out of the system, and its row gets NaN at the end.
+        if (!finite(sums[h])) {
+            atomicOr(&z.bad[t >> 5], 1u << (t & 31));
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e) d[n][e] = finite(d[n][e]) ? d[n][e] : 0.f;
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) put2(&z.system[t][16 * kb + 8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
     }
 }
 // The inverse of one block on the diagonal of I + A by forward substitution, in its place; a lane per column.
@@ -888,22 +920,26 @@ __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) z.system[16 * r + i][16 * r + column] = x[i];
 }
-// All blocks of 16 rows of A, or of the scores, and the inverse of the one on the diagonal; one warp.
-__device__ __forceinline__ void row_job(const Tile &m, Shared &z, int block, bool queries, u32 live, int lane) {
+// Blocks of 16 rows of A, or of the scores: half 0 is the last two of them, with the inverse of the one on the diagonal, half 1
+// all before. One warp.
+__device__ __forceinline__ void row_job(const Tile &m, Shared &z, int block, bool queries, int half, u32 live, int lane) {
+    const bool diagonal = live >> (5 * block) & 1;
     u32 a[8][4];
     float d[2][4];
     rows16(queries ? m.q : m.k, block, a, lane);
     product_own(a, d);
     const Scales scales = row_scales(z, d, block, queries, lane);
-    const bool diagonal = live >> (5 * block) & 1;
-    if (!queries && diagonal) finish_block(z, scales, d, block, block, false, lane);
+    if (!queries && half == 0 && diagonal) {
+        finish_block(z, scales, d, block, block, false, lane);
+        invert_diagonal(z, block, lane);
+    }
+    const int last = half ? block - 2 : queries ? block : block - 1, first = half ? 0 : block - 1;
 #pragma unroll 1
-    for (int kb = queries ? block : block - 1; kb >= 0; --kb) {
+    for (int kb = last; kb >= 0 && kb >= first; --kb) {
         if (kb < block && !(live >> (4 * block + kb) & 1)) continue;
         product16(a, m.k, 16 * kb, d, lane);
         finish_block(z, scales, d, block, kb, queries, lane);
     }
-    if (!queries && diagonal) invert_diagonal(z, block, lane);
 }
 // 16 rows of keys or queries against 16 prior keys, weighted.
 __device__ __forceinline__ void past_job(const Tile &m, Shared &z, int block, int chunk, bool queries, int lane) {
@@ -921,36 +957,25 @@ __device__ __forceinline__ void past_job(const Tile &m, Shared &z, int block, in
     }
 }
 // ---- the inverse below its diagonal ----
-#define TPARTS (EXACT ? 3 : 2)  // parts of 10 bits and more
-__device__ __forceinline__ void split_tf32(float x, u32 (&parts)[TPARTS]) {
-#pragma unroll
-    for (int i = 0; i < TPARTS; ++i) {
-        parts[i] = __float_as_uint(x) & 0xffffe000u;
-        x -= __uint_as_float(parts[i]);
-    }
-}
-// out[c, i] += sum over k of x[c, k] matrix[i, k]: 16 columns c, 16 rows i, 16 k. What comes out may go in again as x: the
-// order of k is that of accumulators.
+#define IPARTS (EXACT ? 3 : 2)
+// out[c, i] += sum over k of x[c, k] matrix[i, k]: 16 columns c, 16 rows i, 16 k.
 __device__ __forceinline__ void multiply16(float (&out)[2][4], const float (&x)[2][4], const float (*matrix)[LDA], int row, int column, int lane) {
     const int g = lane >> 2, c = lane & 3;
+    u32 a[4][IPARTS];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        u32 a[4][TPARTS];
-        split_tf32(x[k][0], a[0]);
-        split_tf32(x[k][2], a[1]);
-        split_tf32(x[k][1], a[2]);
-        split_tf32(x[k][3], a[3]);
+    for (int e = 0; e < 4; ++e) split<IPARTS>(x[e >> 1][2 * (e & 1)], x[e >> 1][2 * (e & 1) + 1], a[e]);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const float2 y = *(const float2 *)&matrix[row + 8 * n + g][column + 8 * k + 2 * c];
-            u32 b[2][TPARTS];
-            split_tf32(y.x, b[0]);
-            split_tf32(y.y, b[1]);
+    for (int n = 0; n < 2; ++n) {
+        u32 b[2][IPARTS];
 #pragma unroll
-            for (int order = TPARTS - 1; order >= 0; --order)
-#pragma unroll
-                for (int i = 0; i <= order; ++i) mma_tf32(out[n], a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
+        for (int h = 0; h < 2; ++h) {
+            const float2 y = *(const float2 *)&matrix[row + 8 * n + g][column + 8 * h + 2 * c];
+            split<IPARTS>(y.x, y.y, b[h]);
         }
+#pragma unroll
+        for (int order = IPARTS - 1; order >= 0; --order)
+#pragma unroll
+            for (int i = 0; i <= order; ++i) mma(out[n], a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
     }
 }
 // One block of the inverse, as [ancestor][row].
@@ -1157,7 +1182,7 @@ __device__ __forceinline__ void mark(const Shared &z, u64 bad, bool clear, float
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-            if (z.bits[8 * n + 2 * (lane & 3) + e] & bad)
+            if ((z.bits[0][8 * n + 2 * (lane & 3) + e] & (u32)bad) | (z.bits[1][8 * n + 2 * (lane & 3) + e] & (u32)(bad >> 32)))
 #pragma unroll
                 for (int t = 0; t < MT; ++t) x[t][n][e] = x[t][n][e + 2] = clear ? 0.f : __uint_as_float(0x7fc00000u);
 }
@@ -1167,12 +1192,18 @@ __device__ __forceinline__ void drop_inert(const Shared &z, float (&x)[MT][NT][4
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-            if (!z.bits[8 * n + 2 * (lane & 3) + e])
+            if (!(z.bits[0][8 * n + 2 * (lane & 3) + e] | z.bits[1][8 * n + 2 * (lane & 3) + e]))
 #pragma unroll
                 for (int t = 0; t < MT; ++t) x[t][n][e] = x[t][n][e + 2] = 0.f;
 }
-// Write [v, t] accumulators as bfloat16 rows t through this warp's columns of the staging area.
-__device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float (&x)[MT][NT][4], u16 *to, i64 row_stride, int first, int lane) {
+// Rows of u (0) and o (1) lie in the warp's own rows of the state, which are done with, until all warps' can be written at once.
+// No two of a matrix's 8 rows meet in a bank.
+#define PIECES (2 * MT)  // of 16 bytes, of a row of one warp
+static_assert(4 * BT <= LDS * sizeof(st), "u and o take the place of the state");
+__device__ __forceinline__ u16 *staged(Tile &m, int warp, int which, int t, int piece) {
+    return (u16 *)m.s[16 * MT * warp] + 8 * ((which * BT + t) * PIECES + (piece ^ (t * PIECES / 8 & (PIECES - 1))));
+}
+__device__ __forceinline__ void stage(Tile &m, const float (&x)[MT][NT][4], int which, int warp, int lane) {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < NT; n += 2)
@@ -1181,14 +1212,13 @@ __device__ __forceinline__ void write_rows(Shared &z, const Work &w, const float
             u32 tiles[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) tiles[j] = pack(x[t][n + (j >> 1)][2 * (j & 1)], x[t][n + (j >> 1)][2 * (j & 1) + 1]);
-            store4_turned(&z.values[8 * n + (lane & 7) + 8 * (lane >> 4)][first + 16 * t + 8 * ((lane >> 3) & 1)], tiles);
+            store4_turned(staged(m, warp, which, 8 * n + (lane & 7) + 8 * (lane >> 4), 2 * t + (lane >> 3 & 1)), tiles);
         }
-    __syncwarp();
-    const int per_row = 2 * MT, step = 32 / per_row;  // 16-byte pieces
-    const int piece = lane % per_row;
-    const u16 *from = &z.values[lane / per_row][first + 8 * piece];
-    u16 *at = to + (i64)(w.start + lane / per_row) * row_stride + 8 * piece;
-    for (int t = lane / per_row; t < w.rows; t += step, from += step * (BV + 8), at += step * row_stride) *(uint4 *)at = *(const uint4 *)from;
+}
+__device__ __forceinline__ void write_rows(Tile &m, const Work &w, int which, u16 *to, i64 row_stride) {
+    const int piece = threadIdx.x % (BV / 8), first = threadIdx.x / (BV / 8), step = 32 * NW / (BV / 8);
+    to += (i64)(w.start + first) * row_stride + BV * w.vb + 8 * piece;
+    for (int t = first; t < w.rows; t += step, to += step * row_stride) *(uint4 *)to = *(const uint4 *)staged(m, piece / PIECES, which, t, piece % PIECES);
 }
 // r <- beta (v - r), of the raw values in the staging area.
 __device__ __forceinline__ void residuals(const Shared &z, float (&r)[MT][NT][4], int first, int lane) {
@@ -1209,9 +1239,8 @@ __device__ __forceinline__ void residuals(const Shared &z, float (&r)[MT][NT][4]
             }
         }
 }
-__device__ __forceinline__ void write_pseudo_values(const Params &p, Shared &z, const Work &w, const float (&y)[MT][NT][4], int first, int lane) {
-    const int v0 = BV * w.vb + first;
 #if U_F32
+__device__ __forceinline__ void write_pseudo_values(const Params &p, const Work &w, const float (&y)[MT][NT][4], int first, int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
@@ -1219,24 +1248,23 @@ __device__ __forceinline__ void write_pseudo_values(const Params &p, Shared &z, 
         for (int e = 0; e < 2; ++e) {
             int t = 8 * n + 2 * c + e;
             if (t >= w.rows) continue;
-            float *to = (float *)p.u_out + (i64)(w.start + t) * p.uo_row + w.head * p.uo_head + v0 + g;
+            float *to = (float *)p.u_out + (i64)(w.start + t) * p.uo_row + w.head * p.uo_head + BV * w.vb + first + g;
 #pragma unroll
             for (int k = 0; k < MT; ++k)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) to[16 * k + 8 * h] = y[k][n][e + 2 * h];
         }
-#else
-    write_rows(z, w, y, (u16 *)p.u_out + w.head * p.uo_head + v0, p.uo_row, first, lane);
-#endif
 }
+#endif
 __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &m, Shared &z, int warp, int lane) {
     const int c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
     if (threadIdx.x < 2) z.bad[threadIdx.x] = 0;
-    GateInputs inputs[(BT + 31) / 32];
-    u64 words[(BT + 31) / 32];
+    if (threadIdx.x == 0) z.next = 0;
+    GateInputs inputs[SETS];
+    u64 words[SETS];
     if (warp == NW - 1)
 #pragma unroll
-        for (int j = 0; j < (BT + 31) / 32; ++j) {
+        for (int j = 0; j < SETS; ++j) {
             int t = lane + 32 * j;
             inputs[j] = gate_inputs(p, w, t);
             words[j] = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
@@ -1252,24 +1280,30 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     if (warp == NW - 1) {
         path_sums(z, p, w, inputs, words, lane);
-        find_live(z, lane);
+        find_live(z, words, lane);
     }
     copies_done<1>();
     __syncthreads();
     append(p, w, m);
     copy_keys(p, w, m);
-    const u32 live = z.live, past_jobs = w.prior && !w.fold ? (w.prior + 15) / 16 * 2 * blocks : 0;
+    const u32 live = z.live;
+    const int halves = blocks > 2 ? blocks - 2 : 0, row_jobs = 2 * (blocks + halves), chunks = w.prior && !w.fold ? (w.prior + 15) / 16 : 0;
 #pragma unroll 1
-    for (int job = warp; job < 2 * blocks + past_jobs; job += NW) {
-        const int block = blocks - 1 - (job >> 1) % blocks, chunk = (job >> 1) / blocks - 1;
-        if (chunk >= 0) {
-            past_job(m, z, block, chunk, job & 1, lane);
-            continue;
-        }
-        row_job(m, z, block, job & 1, live, lane);
-        if (BT == 16 && !(job & 1)) {
-            __syncwarp();
-            invert_column(z, 0, 1, live, lane);
+    for (;;) {
+        int job = lane == 0 ? atomicAdd(&z.next, 1u) : 0;
+        job = __shfl_sync(~0u, job, 0);
+        if (job >= row_jobs + 2 * blocks * chunks) break;
+        const bool queries = job & 1;
+        job >>= 1;
+        if (job < blocks + halves) {
+            row_job(m, z, blocks - 1 - (job < blocks ? job : job - blocks), queries, job >= blocks, live, lane);
+            if (BT == 16 && !queries) {
+                __syncwarp();
+                invert_column(z, 0, 1, live, lane);
+            }
+        } else {
+            job -= blocks + halves;
+            past_job(m, z, job % blocks, job / blocks, queries, lane);
         }
     }
     __syncthreads();
@@ -1322,7 +1356,11 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
             for (int e = 0; e < 4; ++e) y[t][n][e] = 0.f;
     apply<true>(r, z.inverse, y, used, lane);
     if (bad) mark(z, bad, false, y, lane);
-    write_pseudo_values(p, z, w, y, first, lane);
+#if U_F32
+    write_pseudo_values(p, w, y, first, lane);
+#else
+    stage(m, y, 0, warp, lane);
+#endif
     if (bad) mark(z, bad, true, y, lane);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -1338,7 +1376,12 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     apply<false>(y, z.scores, q, used, lane);
     if (bad) mark(z, bad, false, q, lane);
     if (bad | inert) drop_inert(z, q, lane);
-    write_rows(z, w, q, p.o + w.head * p.o_head + v0 + first, p.o_row, first, lane);
+    stage(m, q, 1, warp, lane);
+    __syncthreads();
+#if !U_F32
+    write_rows(m, w, 0, (u16 *)p.u_out + w.head * p.uo_head, p.uo_row);
+#endif
+    write_rows(m, w, 1, p.o + w.head * p.o_head, p.o_row);
 }
 #endif
 

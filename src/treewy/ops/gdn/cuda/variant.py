@@ -50,7 +50,7 @@ class Variant(NamedTuple):
             return _aligned(tile) + _aligned(small)
         system, staged = bt * (bt + 8) * 4, bt * (values + 8) * 2
         matrices = 2 * bt * (bt + 8) * part + 2 * bt * (self.pmax + 8) * part
-        tables = 32 * -(-self.pmax // 32) * 4 + bt * (6 * 4 + 8) + 64 * (8 + 4) + 6 * 4
+        tables = 32 * -(-self.pmax // 32) * 4 + bt * 8 * 4 + 7 * 4
         held = system + staged if bt <= EARLY_VALUES else max(system, staged)
         return _aligned(tile) + max(_aligned(small), _aligned(held + matrices + tables))
 
