@@ -21,7 +21,7 @@ inline uint32_t pack(float low, float high) { return emulator::half(low) | (uint
 inline uint16_t narrow(float x) { return emulator::half(x); }
 inline float early(const float *p) { return *p; }
 inline uint32_t early(const uint32_t *p) { return *p; }
-inline uint16_t early(const uint16_t *p) { return *p; }
+inline uint32_t early(const uint16_t *p) { return *p; }
 inline uint4 early(const uint4 *p) { return *p; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline void atomicOr(uint32_t *p, uint32_t bits) { *p |= bits; }

@@ -114,9 +114,9 @@ __device__ __forceinline__ u32 early(const u32 *p) {
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
-__device__ __forceinline__ u16 early(const u16 *p) {
-    u16 x;
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
+__device__ __forceinline__ u32 early(const u16 *p) {
+    u32 x;
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ uint4 early(const uint4 *p) {
@@ -160,9 +160,11 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ void put(float *p, float x) { *p = x; }
 __device__ __forceinline__ void put(u16 *p, float x) { *p = narrow(x); }
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= MAX_FLOAT; }
-__device__ __forceinline__ float read_gate(const void *p, i64 at, int f32) {
-    return f32 ? early((const float *)p + at) : widen(early((const u16 *)p + at));
+// As it is stored: to convert it would be to wait for it.
+__device__ __forceinline__ u32 read_gate(const void *p, i64 at, int f32) {
+    return f32 ? early((const u32 *)p + at) : early((const u16 *)p + at);
 }
+__device__ __forceinline__ float gate_value(u32 x, int f32) { return __uint_as_float(f32 ? x : x << 16); }
 __device__ __forceinline__ u64 ancestors_of(const Params &p, int row) {
     const u32 *w = (const u32 *)p.ancestors + (i64)row * p.words;
     u64 bits = early(w);
@@ -469,10 +471,11 @@ struct Gate {
     float g, beta;
 };
 struct GateInputs {
-    float a, b, a_log, dt_bias;
+    u32 a, b;
+    float a_log, dt_bias;
 };
 __device__ __forceinline__ GateInputs gate_inputs(const Params &p, const Work &w, int t) {
-    GateInputs x = {0.f, 0.f, 0.f, 0.f};
+    GateInputs x = {0, 0, 0.f, 0.f};
     if (t >= w.rows) return x;
     x.a = read_gate(p.a, (w.start + t) * p.a_row + w.head, p.gates_f32);
     x.b = read_gate(p.b, (w.start + t) * p.b_row + w.head, p.gates_f32);
@@ -483,9 +486,9 @@ __device__ __forceinline__ GateInputs gate_inputs(const Params &p, const Work &w
 __device__ __forceinline__ Gate gate_of(const Params &p, const Work &w, const GateInputs &x, int t) {
     Gate r = {0.f, 0.f};
     if (t >= w.rows) return r;
-    float a = x.a + x.dt_bias;
+    float a = gate_value(x.a, p.gates_f32) + x.dt_bias;
     r.g = -expf(x.a_log) * (a > 20.f ? a : log1pf(expf(a)));
-    r.beta = p.beta_scale / (1.f + expf(-x.b));
+    r.beta = p.beta_scale / (1.f + expf(-gate_value(x.b, p.gates_f32)));
     return r;
 }
 __device__ __forceinline__ float inverse_norm(float sum) { return rsqrtf(sum + 1e-6f); }
@@ -677,6 +680,7 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 // Blocks of 16 x 16 rows: only those that hold an ancestor are computed, written and read.
 #define BLOCKS (BT / 16)
 #define SETS ((BT + 31) / 32)  // rows of a lane
+static_assert(NW >= SETS, "a warp per 32 rows");
 #define LDA (BT + 8)
 #if EXACT
 typedef float mt;
@@ -707,25 +711,29 @@ struct __align__(16) Shared {
     u32 live;                       // bit 4 r + b: rows of block r have ancestors in block b, themselves left out
     float carried;
 };
+// Row lane + 32 j of the tables; one warp.
+__device__ __forceinline__ void put_gates(Shared &z, const Params &p, const Work &w, int j, const GateInputs &inputs, u64 word, int lane) {
+    const int t = lane + 32 * j;
+    const Gate x = gate_of(p, w, inputs, t);
+    const u32 idle = __ballot_sync(~0u, t < w.rows && !word);
+    if (lane == 0) z.inert[j] = idle;
+    if (t >= BT) return;
+    z.beta[t] = x.beta;
+    z.high[t] = x.g;
+    z.bits[0][t] = (u32)word;
+    z.bits[1][t] = (u32)(word >> 32);
+}
 // Log decays over root paths by pointer jumping, in double; one warp.
-__device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work &w, const GateInputs (&inputs)[SETS], const u64 (&words)[SETS], int lane) {
+__device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work &w, int lane) {
     double sum[SETS];
     int jump[SETS];
 #pragma unroll
     for (int j = 0; j < SETS; ++j) {
         const int t = lane + 32 * j;
-        const u64 above = words[j] & ~(1ull << t);
-        const Gate x = gate_of(p, w, inputs[j], t);
-        const u32 idle = __ballot_sync(~0u, t < w.rows && !words[j]);
-        sum[j] = (double)x.g;
+        const u64 above = t < BT ? (z.bits[0][t] | (u64)z.bits[1][t] << 32) & ~(1ull << t) : 0ull;
+        sum[j] = t < BT ? (double)z.high[t] : 0.0;
         jump[j] = above ? 63 - __clzll((i64)above) : -1;  // the nearest ancestor is the newest row
-        if (lane == 0) z.inert[j] = idle;
-        if (t >= BT) continue;
-        z.beta[t] = x.beta;
-        z.bits[0][t] = (u32)words[j];
-        z.bits[1][t] = (u32)(words[j] >> 32);
     }
-    if (SETS == 1 && lane == 0) z.inert[1] = 0;
     for (;;) {
         bool more = jump[0] >= 0;
         if (SETS > 1) more |= jump[SETS - 1] >= 0;
@@ -760,17 +768,14 @@ __device__ __forceinline__ void path_sums(Shared &z, const Params &p, const Work
         }
     }
 }
-__device__ __forceinline__ void find_live(Shared &z, const u64 (&words)[SETS], int lane) {
+__device__ __forceinline__ void find_live(Shared &z, int lane) {
     u32 live = 0;
 #pragma unroll
-    for (int j = 0; j < SETS; ++j) {
-        const u64 bits = words[j] & ~(1ull << (lane + 32 * j));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const bool mine = lane >> 4 == h;
-            const u32 low = __reduce_or_sync(~0u, mine ? (u32)bits : 0u), high = BT > 32 ? __reduce_or_sync(~0u, mine ? (u32)(bits >> 32) : 0u) : 0u;
-            live |= ((low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0)) << (4 * (2 * j + h));
-        }
+    for (int r = 0; r < BLOCKS; ++r) {
+        const int t = 16 * r + (lane & 15);
+        const u64 itself = 1ull << t;
+        const u32 low = __reduce_or_sync(~0u, z.bits[0][t] & ~(u32)itself), high = BT > 32 ? __reduce_or_sync(~0u, z.bits[1][t] & ~(u32)(itself >> 32)) : 0u;
+        live |= ((low & 0xffffu ? 1 : 0) | (low >> 16 ? 2 : 0) | (high & 0xffffu ? 4 : 0) | (high >> 16 ? 8 : 0)) << (4 * r);
     }
     if (lane == 0) z.live = live;
 }
@@ -897,17 +902,31 @@ __device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (
         for (int n = 0; n < 2; ++n) put2(&z.system[t][16 * kb + 8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
     }
 }
-// The inverse of one block on the diagonal of I + A by forward substitution, in its place; a lane per column.
+// An entry of a product of two 8 x 8 matrices, and the one to its right.
+__device__ __forceinline__ float2 product8(const float *left, const float *right) {
+    float2 x = {0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+        const float4 a = *(const float4 *)&left[k];
+        const float2 b0 = *(const float2 *)&right[k * LDA], b1 = *(const float2 *)&right[(k + 1) * LDA];
+        const float2 b2 = *(const float2 *)&right[(k + 2) * LDA], b3 = *(const float2 *)&right[(k + 3) * LDA];
+        x.x += a.x * b0.x + a.y * b1.x + a.z * b2.x + a.w * b3.x;
+        x.y += a.x * b0.y + a.y * b1.y + a.z * b2.y + a.w * b3.y;
+    }
+    return x;
+}
+// The inverse of one block on the diagonal of I + A, in its place: its halves by forward substitution, a lane per column, then
+// what is below them, -D_1 (A_10 D_0).
 __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
-    const int column = lane & 15;
-    float x[16];
+    const int own = 16 * r + (lane & 8), column = lane & 7;
+    float x[8];
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < 8; ++i) {
         float s = i == column ? 1.f : 0.f;
 #pragma unroll
         for (int k = 0; k < i; k += 4) {
-            const float4 a = *(const float4 *)&z.system[16 * r + i][16 * r + k];
+            const float4 a = *(const float4 *)&z.system[own + i][own + k];
             s -= a.x * x[k];
             if (k + 1 < i) s -= a.y * x[k + 1];
             if (k + 2 < i) s -= a.z * x[k + 2];
@@ -918,7 +937,16 @@ __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
     __syncwarp();
     if (lane < 16)
 #pragma unroll
-        for (int i = 0; i < 16; ++i) z.system[16 * r + i][16 * r + column] = x[i];
+        for (int i = 0; i < 8; ++i) z.system[own + i][own + column] = x[i];
+    __syncwarp();
+    const int row = 16 * r + 8 + (lane >> 2), pair = 16 * r + 2 * (lane & 3);
+    float2 y = product8(&z.system[row][16 * r], &z.system[16 * r][pair]);
+    __syncwarp();
+    *(float2 *)&z.system[row][pair] = y;
+    __syncwarp();
+    y = product8(&z.system[row][16 * r + 8], &z.system[16 * r + 8][pair]);
+    __syncwarp();
+    *(float2 *)&z.system[row][pair] = make_float2(-y.x, -y.y);
 }
 // Blocks of 16 rows of A, or of the scores: half 0 is the last two of them, with the inverse of the one on the diagonal, half 1
 // all before. One warp.
@@ -959,11 +987,8 @@ __device__ __forceinline__ void past_job(const Tile &m, Shared &z, int block, in
 // ---- the inverse below its diagonal ----
 #define IPARTS (EXACT ? 3 : 2)
 // out[c, i] += sum over k of x[c, k] matrix[i, k]: 16 columns c, 16 rows i, 16 k.
-__device__ __forceinline__ void multiply16(float (&out)[2][4], const float (&x)[2][4], const float (*matrix)[LDA], int row, int column, int lane) {
+__device__ __forceinline__ void multiply16(float (&out)[2][4], const u32 (&x)[4][IPARTS], const float (*matrix)[LDA], int row, int column, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    u32 a[4][IPARTS];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) split<IPARTS>(x[e >> 1][2 * (e & 1)], x[e >> 1][2 * (e & 1) + 1], a[e]);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         u32 b[2][IPARTS];
@@ -975,8 +1000,12 @@ __device__ __forceinline__ void multiply16(float (&out)[2][4], const float (&x)[
 #pragma unroll
         for (int order = IPARTS - 1; order >= 0; --order)
 #pragma unroll
-            for (int i = 0; i <= order; ++i) mma(out[n], a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
+            for (int i = 0; i <= order; ++i) mma(out[n], x[0][i], x[1][i], x[2][i], x[3][i], b[0][order - i], b[1][order - i]);
     }
+}
+__device__ __forceinline__ void split16(const float (&x)[2][4], u32 (&parts)[4][IPARTS]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) split<IPARTS>(x[e >> 1][2 * (e & 1)], x[e >> 1][2 * (e & 1) + 1], parts[e]);
 }
 // One block of the inverse, as [ancestor][row].
 __device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], int b, int r, int lane) {
@@ -986,42 +1015,52 @@ __device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], i
 #pragma unroll
         for (int h = 0; h < 2; ++h) put2(&z.inverse[16 * b + g + 8 * h][16 * r + 8 * n + 2 * c], x[n][2 * h], x[n][2 * h + 1]);
 }
-// Block column b of the inverse, from the diagonal down: X_r = -D_r (sum over k of A_rk X_k). One warp, in registers.
+// Block column b of the inverse, from the diagonal down: X_r = -D_r (sum over k of A_rk X_k). One warp, in registers; what is
+// known is taken into all sums below at once, so that products need not wait for each other.
 __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 live, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    float x[BLOCKS][2][4];
+    float sum[BLOCKS][2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int column = g + 8 * (e >> 1), row = 8 * n + 2 * c + (e & 1);
-            x[0][n][e] = live >> (5 * b) & 1 ? z.system[16 * b + row][16 * b + column] : row == column ? 1.f : 0.f;
-        }
-    put_inverse(z, x[0], b, b, lane);
-#pragma unroll
-    for (int j = 1; j < BLOCKS; ++j) {
-        const int r = b + j;
+    for (int j = 0; j < BLOCKS; ++j)
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[j][n][e] = 0.f;
-        if (r >= blocks || !(live >> (4 * r + b) & 1)) continue;
-        float sum[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+            for (int e = 0; e < 4; ++e) sum[j][n][e] = 0.f;
 #pragma unroll
-        for (int i = 0; i < j; ++i)
-            if ((live >> (4 * r + b + i) & 1) && (i == 0 || (live >> (4 * (b + i) + b) & 1))) multiply16(sum, x[i], z.system, 16 * r, 16 * (b + i), lane);
-        if (live >> (5 * r) & 1)
-            multiply16(x[j], sum, z.system, 16 * r, 16 * r, lane);
-        else
+    for (int j = 0; j < BLOCKS; ++j) {
+        const int r = b + j;
+        const bool diagonal = live >> (5 * r) & 1;
+        if (r >= blocks || (j && !(live >> (4 * r + b) & 1))) continue;
+        float x[2][4];
+        if (j == 0) {
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[j][n][e] = sum[n][e];
+                for (int e = 0; e < 4; ++e) {
+                    const int column = g + 8 * (e >> 1), row = 8 * n + 2 * c + (e & 1);
+                    x[n][e] = diagonal ? z.system[16 * b + row][16 * b + column] : row == column ? 1.f : 0.f;
+                }
+        } else {
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+            for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[j][n][e] = -x[j][n][e];
-        put_inverse(z, x[j], b, r, lane);
+                for (int e = 0; e < 4; ++e) x[n][e] = diagonal ? 0.f : -sum[j][n][e];
+            if (diagonal) {
+                u32 parts[4][IPARTS];
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[j][n][e] = -sum[j][n][e];
+                split16(sum[j], parts);
+                multiply16(x, parts, z.system, 16 * r, 16 * r, lane);
+            }
+        }
+        put_inverse(z, x, b, r, lane);
+        u32 parts[4][IPARTS];
+        split16(x, parts);
+#pragma unroll
+        for (int i = j + 1; i < BLOCKS; ++i)
+            if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, z.system, 16 * (b + i), 16 * r, lane);
     }
 }
 // ---- the state's half ----
@@ -1215,10 +1254,29 @@ __device__ __forceinline__ void stage(Tile &m, const float (&x)[MT][NT][4], int 
             store4_turned(staged(m, warp, which, 8 * n + (lane & 7) + 8 * (lane >> 4), 2 * t + (lane >> 3 & 1)), tiles);
         }
 }
-__device__ __forceinline__ void write_rows(Tile &m, const Work &w, int which, u16 *to, i64 row_stride) {
+// Write the rows of u and o that all warps have staged.
+__device__ __forceinline__ void write_rows(const Params &p, const Work &w, Tile &m) {
     const int piece = threadIdx.x % (BV / 8), first = threadIdx.x / (BV / 8), step = 32 * NW / (BV / 8);
-    to += (i64)(w.start + first) * row_stride + BV * w.vb + 8 * piece;
-    for (int t = first; t < w.rows; t += step, to += step * row_stride) *(uint4 *)to = *(const uint4 *)staged(m, piece / PIECES, which, t, piece % PIECES);
+    u16 *to = p.o + (i64)(w.start + first) * p.o_row + w.head * p.o_head + BV * w.vb + 8 * piece;
+    const i64 o_step = step * p.o_row;
+#if !U_F32
+    u16 *u = (u16 *)p.u_out + (i64)(w.start + first) * p.uo_row + w.head * p.uo_head + BV * w.vb + 8 * piece;
+    const i64 u_step = step * p.uo_row;
+#endif
+#pragma unroll
+    for (int j = 0; j < BT / step; ++j) {
+        const int t = first + j * step;
+        if (t < w.rows) {
+#if !U_F32
+            *(uint4 *)u = *(const uint4 *)staged(m, piece / PIECES, 0, t, piece % PIECES);
+#endif
+            *(uint4 *)to = *(const uint4 *)staged(m, piece / PIECES, 1, t, piece % PIECES);
+        }
+        to += o_step;
+#if !U_F32
+        u += u_step;
+#endif
+    }
 }
 // r <- beta (v - r), of the raw values in the staging area.
 __device__ __forceinline__ void residuals(const Shared &z, float (&r)[MT][NT][4], int first, int lane) {
@@ -1260,15 +1318,16 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     const int c = lane & 3, first = 16 * MT * warp, v0 = BV * w.vb, blocks = (w.rows + 15) / 16;
     if (threadIdx.x < 2) z.bad[threadIdx.x] = 0;
     if (threadIdx.x == 0) z.next = 0;
-    GateInputs inputs[SETS];
-    u64 words[SETS];
-    if (warp == NW - 1)
-#pragma unroll
-        for (int j = 0; j < SETS; ++j) {
-            int t = lane + 32 * j;
-            inputs[j] = gate_inputs(p, w, t);
-            words[j] = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
-        }
+    // Set j of rows is prepared by the last warp but j; the last one sums up.
+    const int set = SETS == 1 || warp == NW - 1 ? 0 : 1;
+    const bool prepares = warp >= NW - SETS;
+    GateInputs inputs;
+    u64 word;
+    if (prepares) {
+        const int t = lane + 32 * set;
+        inputs = gate_inputs(p, w, t);
+        word = t < w.rows ? ancestors_of(p, w.start + t) : 0ull;
+    }
     Decays decays;
     if (warp == 0 && w.prior) decays = prior_decays(p, w, lane);
     request(p, w, m, EARLY_VALUES ? z.values : 0, BT, warp, lane);
@@ -1278,10 +1337,15 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
         for (int j = 0; j < (PMAX + 31) / 32; ++j) z.weights[lane + 32 * j] = x.weight[j];
         if (lane == 0) z.carried = x.carried;
     }
-    if (warp == NW - 1) {
-        path_sums(z, p, w, inputs, words, lane);
-        find_live(z, words, lane);
+    if (prepares) put_gates(z, p, w, set, inputs, word, lane);
+    if (SETS == 1) {
+        if (warp == NW - 1 && lane == 0) z.inert[1] = 0;
+        __syncwarp();
+    } else {
+        __syncthreads();
     }
+    if (warp == NW - 1) path_sums(z, p, w, lane);
+    if (warp == NW - SETS) find_live(z, lane);
     copies_done<1>();
     __syncthreads();
     append(p, w, m);
@@ -1378,10 +1442,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     if (bad | inert) drop_inert(z, q, lane);
     stage(m, q, 1, warp, lane);
     __syncthreads();
-#if !U_F32
-    write_rows(m, w, 0, (u16 *)p.u_out + w.head * p.uo_head, p.uo_row);
-#endif
-    write_rows(m, w, 1, p.o + w.head * p.o_head, p.o_row);
+    write_rows(p, w, m);
 }
 #endif
 

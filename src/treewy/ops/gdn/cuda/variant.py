@@ -97,7 +97,7 @@ def choose(
 
 def _shapes(bt: int, *, wide: bool, num_heads: int) -> list[tuple[int, int, int]]:
     """Return warps, tiles of 16 values per warp, and blocks per multiprocessor to leave registers for; the fastest first."""
-    smaller = [(4, 1, 1), (2, 1, 1), (1, 1, 1)]
+    smaller = [(4, 1, 1), (2, 1, 1)] if bt > 32 else [(4, 1, 1), (2, 1, 1), (1, 1, 1)]
     if num_heads <= 64:
         return [(8, 1, 1) if bt > 4 else (4, 1, 1), *smaller]
     if bt == 4:
