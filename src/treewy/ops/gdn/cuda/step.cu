@@ -681,36 +681,36 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 #define BLOCKS (BT / 16)
 #define SETS ((BT + 31) / 32)  // rows of a lane
 static_assert(NW >= SETS, "a warp per 32 rows");
-#define LDA (BT + 8)
+#define TRIANGLE (BLOCKS * (BLOCKS + 1) / 2)
+#define LDA 20  // of a block of 16 x 16 in float32
 #if EXACT
 typedef float mt;
+#define LDM 20
 #else
 typedef u16 mt;
+#define LDM 24
 #endif
-// Where they fit beside everything else, values are on their way from the start.
+// Where they fit beside everything else, values are on their way from the start; else they take the place of the keys.
 #define EARLY_VALUES (BT <= 32)
 #define VALUE_PIECES ((BT * BV / 8 + 32 * NW - 1) / (32 * NW))
 struct __align__(16) Shared {
+    float system[TRIANGLE][16][LDA];  // A, [row][ancestor]; on the diagonal, the inverses of I + A's blocks
+    mt inverse[TRIANGLE][16][LDM];    // (I + A)^-1, blocks transposed: [ancestor][row]
+    mt scores[TRIANGLE][16][LDM];     // [row][ancestor]
 #if EARLY_VALUES
-    float system[BT][LDA];          // A, [row][ancestor]; on the diagonal, the inverses of I + A's blocks
-    u16 values[BT][BV + 8];         // v of all rows
-#else
-    union {
-        float system[BT][LDA];
-        u16 values[BT][BV + 8];
-    };
+    u16 values[BT][BV + 8];
 #endif
-    mt inverse[BT][LDA];            // (I + A)^-1 transposed: [ancestor][row]
-    mt scores[BT][LDA];             // [row][ancestor]
-    mt past[2 * BT][LDP];           // weighted k . k_i and q . k_i of prior rows i
+    mt past[2 * BT][LDP];             // weighted k . k_i and q . k_i of prior rows i
     float weights[32 * ((PMAX + 31) / 32)];
     float beta[BT], read_k[BT], read_q[BT], write[BT];
-    float high[BT], low[BT];        // log decays from the root, in powers of 2
+    float high[BT], low[BT];          // log decays from the root, in powers of 2
     u32 bits[2][BT];
-    u32 bad[2], inert[2], next;     // next: the first job that nobody does yet
-    u32 live;                       // bit 4 r + b: rows of block r have ancestors in block b, themselves left out
+    u32 bad[2], inert[2], next;       // next: the first job that nobody does yet
+    u32 live;                         // bit 4 r + b: rows of block r have ancestors in block b, themselves left out
     float carried;
 };
+// Where block b of the blocks of 16 rows r lies.
+__device__ __forceinline__ int block_at(int r, int b) { return r * (r + 1) / 2 + b; }
 // Row lane + 32 j of the tables; one warp.
 __device__ __forceinline__ void put_gates(Shared &z, const Params &p, const Work &w, int j, const GateInputs &inputs, u64 word, int lane) {
     const int t = lane + 32 * j;
@@ -884,7 +884,7 @@ __device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) put2(&z.scores[16 * block + 8 * h + g][16 * kb + 8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
+            for (int h = 0; h < 2; ++h) put2(&z.scores[block_at(block, kb)][8 * h + g][8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
         return;
     }
 #pragma unroll
@@ -899,7 +899,7 @@ __device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (
                 for (int e = 2 * h; e < 2 * h + 2; ++e) d[n][e] = finite(d[n][e]) ? d[n][e] : 0.f;
         }
 #pragma unroll
-        for (int n = 0; n < 2; ++n) put2(&z.system[t][16 * kb + 8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
+        for (int n = 0; n < 2; ++n) put2(&z.system[block_at(block, kb)][8 * h + g][8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
     }
 }
 // An entry of a product of two 8 x 8 matrices, and the one to its right.
@@ -918,7 +918,8 @@ __device__ __forceinline__ float2 product8(const float *left, const float *right
 // The inverse of one block on the diagonal of I + A, in its place: its halves by forward substitution, a lane per column, then
 // what is below them, -D_1 (A_10 D_0).
 __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
-    const int own = 16 * r + (lane & 8), column = lane & 7;
+    float(*block)[LDA] = z.system[block_at(r, r)];
+    const int own = lane & 8, column = lane & 7;
     float x[8];
     __syncwarp();
 #pragma unroll
@@ -926,7 +927,7 @@ __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
         float s = i == column ? 1.f : 0.f;
 #pragma unroll
         for (int k = 0; k < i; k += 4) {
-            const float4 a = *(const float4 *)&z.system[own + i][own + k];
+            const float4 a = *(const float4 *)&block[own + i][own + k];
             s -= a.x * x[k];
             if (k + 1 < i) s -= a.y * x[k + 1];
             if (k + 2 < i) s -= a.z * x[k + 2];
@@ -937,16 +938,16 @@ __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
     __syncwarp();
     if (lane < 16)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) z.system[own + i][own + column] = x[i];
+        for (int i = 0; i < 8; ++i) block[own + i][own + column] = x[i];
     __syncwarp();
-    const int row = 16 * r + 8 + (lane >> 2), pair = 16 * r + 2 * (lane & 3);
-    float2 y = product8(&z.system[row][16 * r], &z.system[16 * r][pair]);
+    const int row = 8 + (lane >> 2), pair = 2 * (lane & 3);
+    float2 y = product8(block[row], &block[0][pair]);
     __syncwarp();
-    *(float2 *)&z.system[row][pair] = y;
+    *(float2 *)&block[row][pair] = y;
     __syncwarp();
-    y = product8(&z.system[row][16 * r + 8], &z.system[16 * r + 8][pair]);
+    y = product8(&block[row][8], &block[8][pair]);
     __syncwarp();
-    *(float2 *)&z.system[row][pair] = make_float2(-y.x, -y.y);
+    *(float2 *)&block[row][pair] = make_float2(-y.x, -y.y);
 }
 // Blocks of 16 rows of A, or of the scores: half 0 is the last two of them, with the inverse of the one on the diagonal, half 1
 // all before. One warp.
@@ -987,14 +988,14 @@ __device__ __forceinline__ void past_job(const Tile &m, Shared &z, int block, in
 // ---- the inverse below its diagonal ----
 #define IPARTS (EXACT ? 3 : 2)
 // out[c, i] += sum over k of x[c, k] matrix[i, k]: 16 columns c, 16 rows i, 16 k.
-__device__ __forceinline__ void multiply16(float (&out)[2][4], const u32 (&x)[4][IPARTS], const float (*matrix)[LDA], int row, int column, int lane) {
+__device__ __forceinline__ void multiply16(float (&out)[2][4], const u32 (&x)[4][IPARTS], const float (*matrix)[LDA], int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         u32 b[2][IPARTS];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float2 y = *(const float2 *)&matrix[row + 8 * n + g][column + 8 * h + 2 * c];
+            const float2 y = *(const float2 *)&matrix[8 * n + g][8 * h + 2 * c];
             split<IPARTS>(y.x, y.y, b[h]);
         }
 #pragma unroll
@@ -1013,7 +1014,7 @@ __device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], i
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) put2(&z.inverse[16 * b + g + 8 * h][16 * r + 8 * n + 2 * c], x[n][2 * h], x[n][2 * h + 1]);
+        for (int h = 0; h < 2; ++h) put2(&z.inverse[block_at(r, b)][g + 8 * h][8 * n + 2 * c], x[n][2 * h], x[n][2 * h + 1]);
 }
 // Block column b of the inverse, from the diagonal down: X_r = -D_r (sum over k of A_rk X_k). One warp, in registers; what is
 // known is taken into all sums below at once, so that products need not wait for each other.
@@ -1038,7 +1039,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = g + 8 * (e >> 1), row = 8 * n + 2 * c + (e & 1);
-                    x[n][e] = diagonal ? z.system[16 * b + row][16 * b + column] : row == column ? 1.f : 0.f;
+                    x[n][e] = diagonal ? z.system[block_at(b, b)][row][column] : row == column ? 1.f : 0.f;
                 }
         } else {
 #pragma unroll
@@ -1052,7 +1053,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
 #pragma unroll
                     for (int e = 0; e < 4; ++e) sum[j][n][e] = -sum[j][n][e];
                 split16(sum[j], parts);
-                multiply16(x, parts, z.system, 16 * r, 16 * r, lane);
+                multiply16(x, parts, z.system[block_at(r, r)], lane);
             }
         }
         put_inverse(z, x, b, r, lane);
@@ -1060,7 +1061,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
         split16(x, parts);
 #pragma unroll
         for (int i = j + 1; i < BLOCKS; ++i)
-            if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, z.system, 16 * (b + i), 16 * r, lane);
+            if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, z.system[block_at(b + i, r)], lane);
     }
 }
 // ---- the state's half ----
@@ -1071,35 +1072,35 @@ __device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][XPART
 #pragma unroll
         for (int i = 0; i <= order; ++i) mma(d, a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
 }
-// 16 rows from `row` on, 16 columns from `column` on, of a row-major matrix, as second operands of two products.
-__device__ __forceinline__ void second(const u16 *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+// 16 rows and 16 columns of a row-major matrix as second operands of two products.
+__device__ __forceinline__ void second(const u16 *matrix, int stride, u32 (&b)[2][2][XPARTS], int lane) {
     u32 x[4];
-    load4(x, &matrix[(row + (lane & 7) + 8 * (lane >> 4)) * stride + column + 8 * ((lane >> 3) & 1)]);
+    load4(x, &matrix[((lane & 7) + 8 * (lane >> 4)) * stride + 8 * ((lane >> 3) & 1)]);
     b[0][0][0] = x[0], b[0][1][0] = x[1], b[1][0][0] = x[2], b[1][1][0] = x[3];
 }
-__device__ __forceinline__ void second(const float *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+__device__ __forceinline__ void second(const float *matrix, int stride, u32 (&b)[2][2][XPARTS], int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float2 x = *(const float2 *)&matrix[(row + 8 * n + g) * stride + column + 8 * h + 2 * c];
+            float2 x = *(const float2 *)&matrix[(8 * n + g) * stride + 8 * h + 2 * c];
             split<XPARTS>(x.x, x.y, b[n][h]);
         }
 }
 // The same of a transposed matrix.
-__device__ __forceinline__ void second_turned(const u16 *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+__device__ __forceinline__ void second_turned(const u16 *matrix, int stride, u32 (&b)[2][2][XPARTS], int lane) {
     u32 x[4];
-    load4_turned(x, &matrix[(column + (lane & 7) + 8 * ((lane >> 3) & 1)) * stride + row + 8 * (lane >> 4)]);
+    load4_turned(x, &matrix[((lane & 7) + 8 * ((lane >> 3) & 1)) * stride + 8 * (lane >> 4)]);
     b[0][0][0] = x[0], b[0][1][0] = x[1], b[1][0][0] = x[2], b[1][1][0] = x[3];
 }
-__device__ __forceinline__ void second_turned(const float *matrix, int stride, int row, int column, u32 (&b)[2][2][XPARTS], int lane) {
+__device__ __forceinline__ void second_turned(const float *matrix, int stride, u32 (&b)[2][2][XPARTS], int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float *from = &matrix[(column + 8 * h + 2 * c) * stride + row + 8 * n + g];
+            const float *from = &matrix[(8 * h + 2 * c) * stride + 8 * n + g];
             split<XPARTS>(from[0], from[stride], b[n][h]);
         }
 }
@@ -1159,8 +1160,8 @@ __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const 
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             u32 x[2][2][XPARTS], y[2][2][XPARTS];
-            second(&z.past[0][0], LDP, 8 * n, 16 * h, x, lane);
-            second(&z.past[0][0], LDP, BT + 8 * n, 16 * h, y, lane);
+            second(&z.past[8 * n][16 * h], LDP, x, lane);
+            second(&z.past[BT + 8 * n][16 * h], LDP, y, lane);
 #pragma unroll
             for (int t = 0; t < MT; ++t)
 #pragma unroll
@@ -1173,7 +1174,7 @@ __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const 
 }
 // out[v, t] += sum over i <= t of in[v, i] matrix[t, i]; rows that are not finite leave the products.
 template <bool TURNED>
-__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const mt (&matrix)[BT][LDA], float (&out)[MT][NT][4], u32 used, int lane) {
+__device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const mt (&matrix)[TRIANGLE][16][LDM], float (&out)[MT][NT][4], u32 used, int lane) {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
         u32 a[MT][4][XPARTS];
@@ -1184,9 +1185,9 @@ __device__ __forceinline__ void apply(const float (&in)[MT][NT][4], const mt (&m
             if (!(used >> (4 * r + i) & 1)) continue;  // nothing was written there
             u32 b[2][2][XPARTS];
             if (TURNED)
-                second_turned(&matrix[0][0], LDA, 16 * r, 16 * i, b, lane);
+                second_turned(matrix[block_at(r, i)][0], LDM, b, lane);
             else
-                second(&matrix[0][0], LDA, 16 * r, 16 * i, b, lane);
+                second(matrix[block_at(r, i)][0], LDM, b, lane);
 #pragma unroll
             for (int t = 0; t < MT; ++t)
 #pragma unroll
@@ -1278,15 +1279,15 @@ __device__ __forceinline__ void write_rows(const Params &p, const Work &w, Tile 
 #endif
     }
 }
-// r <- beta (v - r), of the raw values in the staging area.
-__device__ __forceinline__ void residuals(const Shared &z, float (&r)[MT][NT][4], int first, int lane) {
+// r <- beta (v - r).
+__device__ __forceinline__ void residuals(const Shared &z, const u16 (*values)[BV + 8], float (&r)[MT][NT][4], int first, int lane) {
     const int c = lane & 3;
 #pragma unroll
     for (int n = 0; n < NT; n += 2)
 #pragma unroll
         for (int t = 0; t < MT; ++t) {
             u32 v[4];
-            load4_turned(v, &z.values[8 * n + (lane & 7) + 8 * (lane >> 4)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
+            load4_turned(v, &values[8 * n + (lane & 7) + 8 * (lane >> 4)][first + 16 * t + 8 * ((lane >> 3) & 1)]);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int i = 8 * (n + (j >> 1)) + 2 * c;
@@ -1330,7 +1331,14 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     Decays decays;
     if (warp == 0 && w.prior) decays = prior_decays(p, w, lane);
-    request(p, w, m, EARLY_VALUES ? z.values : 0, BT, warp, lane);
+#if EARLY_VALUES
+    u16(*values)[BV + 8] = z.values;
+    request(p, w, m, values, BT, warp, lane);
+#else
+    u16(*values)[BV + 8] = (u16(*)[BV + 8])m.k;
+    static_assert(BV + 8 <= LDK, "values take the place of the keys");
+    request(p, w, m, 0, BT, warp, lane);
+#endif
     if (warp == 0 && w.prior) {
         const Weights x = prior_weights(p, w, decays, lane, w.vb == 0);
 #pragma unroll
@@ -1372,13 +1380,13 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     __syncthreads();
 #if !EARLY_VALUES
-    uint4 values[VALUE_PIECES];
+    uint4 pieces[VALUE_PIECES];
     const u16 *v = p.v + w.start * p.v_row + w.head * p.v_head + v0;
 #pragma unroll
     for (int j = 0; j < VALUE_PIECES; ++j) {
         const int i = threadIdx.x + 32 * NW * j, t = i / (BV / 8);
-        values[j] = make_uint4(0, 0, 0, 0);
-        if (t < w.rows) values[j] = early((const uint4 *)(v + t * p.v_row + 8 * (i % (BV / 8))));
+        pieces[j] = make_uint4(0, 0, 0, 0);
+        if (t < w.rows) pieces[j] = early((const uint4 *)(v + t * p.v_row + 8 * (i % (BV / 8))));
     }
 #endif
     if (BT > 16)
@@ -1399,15 +1407,15 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     read_past(m, z, w, first, r, q, lane);
     if (BT > 16) __syncthreads();
 #if !EARLY_VALUES
-    // The system is done with.
+    // The keys are done with.
 #pragma unroll
     for (int j = 0; j < VALUE_PIECES; ++j) {
         const int i = threadIdx.x + 32 * NW * j;
-        if (i < BT * BV / 8) *(uint4 *)&z.values[i / (BV / 8)][8 * (i % (BV / 8))] = values[j];
+        if (i < BT * BV / 8) *(uint4 *)&values[i / (BV / 8)][8 * (i % (BV / 8))] = pieces[j];
     }
     __syncthreads();
 #endif
-    residuals(z, r, first, lane);
+    residuals(z, values, r, first, lane);
     const u32 used = live | (0x8421u & ((1u << 4 * blocks) - 1));
     const u64 bad = tainted(r, lane) | (u64)z.bad[0] | ((u64)z.bad[1] << 32), inert = (u64)z.inert[0] | ((u64)z.inert[1] << 32);
     if (bad | inert) drop_inert(z, r, lane);

@@ -48,11 +48,11 @@ class Variant(NamedTuple):
         small = self.nw * 64 * 4 + 4 * (values + 8) * 2
         if bt == ROW_BUCKETS[0]:
             return _aligned(tile) + _aligned(small)
-        system, staged = bt * (bt + 8) * 4, bt * (values + 8) * 2
-        matrices = 2 * bt * (bt + 8) * part + 2 * bt * (self.pmax + 8) * part
+        blocks = bt // 16 * (bt // 16 + 1) // 2 * 16  # their rows
+        matrices = blocks * (20 * 4 + 2 * (20 * 4 if self.exact else 24 * 2)) + 2 * bt * (self.pmax + 8) * part
+        held = bt * (values + 8) * 2 if bt <= EARLY_VALUES else 0
         tables = 32 * -(-self.pmax // 32) * 4 + bt * 8 * 4 + 7 * 4
-        held = system + staged if bt <= EARLY_VALUES else max(system, staged)
-        return _aligned(tile) + max(_aligned(small), _aligned(held + matrices + tables))
+        return _aligned(tile) + max(_aligned(small), _aligned(matrices + held + tables))
 
     @property
     def num_threads(self) -> int:
