@@ -25,8 +25,10 @@ VARIANTS = {
     "16": Variant(16, 4, 2, 0, 0, 2, 0, 32, 1),
     "16 float32": Variant(16, 8, 1, 1, 1, 2, 0, 16, 1),
     "16 exact": Variant(16, 2, 1, 1, 1, 3, 1, 16, 1),
+    "16 lean": Variant(16, 4, 2, 0, 0, 2, 0, 16, 1, 1),
     "48": Variant(48, 8, 1, 0, 0, 2, 0, 32, 1),
     "64": Variant(64, 4, 1, 0, 0, 2, 0, 48, 1),
+    "64 lean": Variant(64, 8, 1, 0, 0, 2, 0, 32, 1, 1),
     "64 exact": Variant(64, 8, 1, 0, 1, 3, 1, 16, 1),
 }
 CHAIN_4, WIDTHS_2, WIDTHS_3 = DraftTree.chain(3), DraftTree.from_widths([2, 2, 2]), DraftTree.from_widths([3, 3, 3])

@@ -23,6 +23,7 @@ inline float early(const float *p) { return *p; }
 inline uint32_t early(const uint32_t *p) { return *p; }
 inline uint32_t early(const uint16_t *p) { return *p; }
 inline uint4 early(const uint4 *p) { return *p; }
+inline void prefetch(const void *, uint32_t) {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline void atomicOr(uint32_t *p, uint32_t bits) { *p |= bits; }
 inline uint32_t atomicAdd(uint32_t *p, uint32_t x) { return (*p += x) - x; }

@@ -22,6 +22,11 @@ typedef long long i64;
 #define LDK 136           // halves of a row of 128 in shared memory: 16 bytes past a multiple of 128, for ldmatrix
 #define LDP (PMAX + 8)
 #define CHUNKS (PMAX / 16)
+#define BLOCKS (BT / 16)  // of 16 rows
+#define TRIANGLE (BLOCKS * (BLOCKS + 1) / 2)
+#define LDA 20            // of a block of 16 x 16 in float32
+#define EARLY_VALUES (BT <= 32 && !LEAN)
+#define EARLY_STATE (BT <= 32 || !LEAN)
 #define QSCALE 0.08838834764831845f
 #define MAX_FLOAT 3.402823466e38f
 
@@ -129,6 +134,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// Bring `bytes` of memory, a multiple of 16, into the L2.
+__device__ __forceinline__ void prefetch(const void *from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 __device__ __forceinline__ void load4(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(smem_at(row)));
 }
@@ -215,14 +226,21 @@ __device__ __forceinline__ i64 record_row(const Params &p, const Work &w, int i)
 
 // ---- shared memory ----
 struct __align__(16) Tile {
+#if EARLY_STATE
     st s[BV][LDS];
+#else
+    union {
+        st s[BV][LDS];
+        float system[TRIANGLE][16][LDA];
+    };
+#endif
     u16 k[BT][LDK], q[BT][LDK];
     u16 prior_k[PMAX][LDK];
     ut prior_u[PMAX][LDU];
 };
-// Two groups of copies: what is small, then the warp's own rows of the state. Rows that pad products to `padded` become zeros,
+// One group of copies: everything but the state. Rows that pad products to `padded` become zeros,
 // so that nothing left behind is ever multiplied; so do those of `values`, where they are not null.
-__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int padded, int warp, int lane) {
+__device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m, u16 (*values)[BV + 8], int padded) {
     const int tid = threadIdx.x, v0 = BV * w.vb;
     {
         const int first = tid >> 4, piece = 8 * (tid & 15), step = 2 * NW;
@@ -262,19 +280,22 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
             if (16 * j + (tid & 15) < per_row) copy16(smem_at((uint4 *)m.prior_u[i] + 16 * j + (tid & 15)), (const uint4 *)(u + v0) + 16 * j + (tid & 15));
     }
     copies_sent();
-    const int pieces = DIM * sizeof(st) / 16, rows = 32 / pieces ? 32 / pieces : 1;  // of one row; rows at a time
-    const int first = 16 * MT * warp + (rows > 1 ? lane / pieces : 0), piece = lane % pieces;
-    const char *state = (const char *)((const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(v0 + first) * DIM) + 16 * piece;
-    u32 to = smem_at(&m.s[first]) + 16 * piece;
-#pragma unroll
-    for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
-    copies_sent();
     for (int i = tid; i < (padded - w.rows) * (LDK / 8); i += 32 * NW) {
         ((uint4 *)m.k[w.rows])[i] = make_uint4(0, 0, 0, 0);
         ((uint4 *)m.q[w.rows])[i] = make_uint4(0, 0, 0, 0);
     }
     if (values)
         for (int i = tid; i < (padded - w.rows) * ((BV + 8) / 8); i += 32 * NW) ((uint4 *)values[w.rows])[i] = make_uint4(0, 0, 0, 0);
+}
+// The warp's own rows of the state.
+__device__ __forceinline__ void request_state(const Params &p, const Work &w, Tile &m, int warp, int lane) {
+    const int pieces = DIM * sizeof(st) / 16, rows = 32 / pieces ? 32 / pieces : 1;  // of one row; rows at a time
+    const int first = 16 * MT * warp + (rows > 1 ? lane / pieces : 0), piece = lane % pieces;
+    const char *state = (const char *)((const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)(BV * w.vb + first) * DIM) + 16 * piece;
+    u32 to = smem_at(&m.s[first]) + 16 * piece;
+#pragma unroll
+    for (int r = 0; r < 16 * MT; r += rows) copy16(to + r * LDS * (u32)sizeof(st), state + r * DIM * sizeof(st));
+    copies_sent();
 }
 // Copy the rows' keys into the record, where they are not what it holds already.
 __device__ __forceinline__ void copy_keys(const Params &p, const Work &w, const Tile &m) {
@@ -506,7 +527,8 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
     u32 bits = (lane & 3) < w.rows ? (u32)ancestors_of(p, w.start + (lane & 3)) : 0u;
     Decays decays;
     if (w.prior) decays = prior_decays(p, w, lane);
-    request(p, w, m, z.values, 4, warp, lane);
+    request(p, w, m, z.values, 4);
+    request_state(p, w, m, warp, lane);
     Gate gate = gate_of(p, w, inputs, lane & 3);
     Weights x;
     if (w.prior) x = prior_weights(p, w, decays, lane, warp == 0 && w.vb == 0);
@@ -678,11 +700,8 @@ __device__ __forceinline__ void small_step(const Params &p, const Work &w, Tile 
 #if BT > 4
 // ---- up to BT rows: T x T matrices in shared memory, products on tensor cores ----
 // Blocks of 16 x 16 rows: only those that hold an ancestor are computed, written and read.
-#define BLOCKS (BT / 16)
 #define SETS ((BT + 31) / 32)  // rows of a lane
 static_assert(NW >= SETS, "a warp per 32 rows");
-#define TRIANGLE (BLOCKS * (BLOCKS + 1) / 2)
-#define LDA 20  // of a block of 16 x 16 in float32
 #if EXACT
 typedef float mt;
 #define LDM 20
@@ -691,10 +710,11 @@ typedef u16 mt;
 #define LDM 24
 #endif
 // Where they fit beside everything else, values are on their way from the start; else they take the place of the keys.
-#define EARLY_VALUES (BT <= 32)
 #define VALUE_PIECES ((BT * BV / 8 + 32 * NW - 1) / (32 * NW))
 struct __align__(16) Shared {
+#if EARLY_STATE
     float system[TRIANGLE][16][LDA];  // A, [row][ancestor]; on the diagonal, the inverses of I + A's blocks
+#endif
     mt inverse[TRIANGLE][16][LDM];    // (I + A)^-1, blocks transposed: [ancestor][row]
     mt scores[TRIANGLE][16][LDM];     // [row][ancestor]
 #if EARLY_VALUES
@@ -831,6 +851,11 @@ __device__ __forceinline__ void product_own(const u32 (&a)[8][4], float (&d)[2][
         d[1][e] += other[1][e];
     }
 }
+#if EARLY_STATE
+__device__ __forceinline__ float (*system_of(Tile &, Shared &z))[16][LDA] { return z.system; }
+#else
+__device__ __forceinline__ float (*system_of(Tile &m, Shared &))[16][LDA] { return m.system; }
+#endif
 // What scales a lane's two rows of a block, g and g + 8.
 struct Scales {
     float scale[2], high[2], low[2];
@@ -863,7 +888,7 @@ __device__ __forceinline__ Scales row_scales(Shared &z, const float (&own)[2][4]
 __device__ __forceinline__ void put2(float *to, float x, float y) { *(float2 *)to = make_float2(x, y); }
 __device__ __forceinline__ void put2(u16 *to, float x, float y) { *(u32 *)to = pack(x, y); }
 // Finish one block of A (keys) or of the scores (queries) from its raw products.
-__device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (&d)[2][4], int block, int kb, bool queries, int lane) {
+__device__ __forceinline__ void finish_block(Tile &m, Shared &z, const Scales &s, float (&d)[2][4], int block, int kb, bool queries, int lane) {
     const int g = lane >> 2, c = lane & 3;
     float sums[2] = {0.f, 0.f};
 #pragma unroll
@@ -899,7 +924,7 @@ __device__ __forceinline__ void finish_block(Shared &z, const Scales &s, float (
                 for (int e = 2 * h; e < 2 * h + 2; ++e) d[n][e] = finite(d[n][e]) ? d[n][e] : 0.f;
         }
 #pragma unroll
-        for (int n = 0; n < 2; ++n) put2(&z.system[block_at(block, kb)][8 * h + g][8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
+        for (int n = 0; n < 2; ++n) put2(&system_of(m, z)[block_at(block, kb)][8 * h + g][8 * n + 2 * c], d[n][2 * h], d[n][2 * h + 1]);
     }
 }
 // An entry of a product of two 8 x 8 matrices, and the one to its right.
@@ -917,8 +942,7 @@ __device__ __forceinline__ float2 product8(const float *left, const float *right
 }
 // The inverse of one block on the diagonal of I + A, in its place: its halves by forward substitution, a lane per column, then
 // what is below them, -D_1 (A_10 D_0).
-__device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
-    float(*block)[LDA] = z.system[block_at(r, r)];
+__device__ __forceinline__ void invert_diagonal(float (*block)[LDA], int lane) {
     const int own = lane & 8, column = lane & 7;
     float x[8];
     __syncwarp();
@@ -951,7 +975,7 @@ __device__ __forceinline__ void invert_diagonal(Shared &z, int r, int lane) {
 }
 // Blocks of 16 rows of A, or of the scores: half 0 is the last two of them, with the inverse of the one on the diagonal, half 1
 // all before. One warp.
-__device__ __forceinline__ void row_job(const Tile &m, Shared &z, int block, bool queries, int half, u32 live, int lane) {
+__device__ __forceinline__ void row_job(Tile &m, Shared &z, int block, bool queries, int half, u32 live, int lane) {
     const bool diagonal = live >> (5 * block) & 1;
     u32 a[8][4];
     float d[2][4];
@@ -959,15 +983,15 @@ __device__ __forceinline__ void row_job(const Tile &m, Shared &z, int block, boo
     product_own(a, d);
     const Scales scales = row_scales(z, d, block, queries, lane);
     if (!queries && half == 0 && diagonal) {
-        finish_block(z, scales, d, block, block, false, lane);
-        invert_diagonal(z, block, lane);
+        finish_block(m, z, scales, d, block, block, false, lane);
+        invert_diagonal(system_of(m, z)[block_at(block, block)], lane);
     }
     const int last = half ? block - 2 : queries ? block : block - 1, first = half ? 0 : block - 1;
 #pragma unroll 1
     for (int kb = last; kb >= 0 && kb >= first; --kb) {
         if (kb < block && !(live >> (4 * block + kb) & 1)) continue;
         product16(a, m.k, 16 * kb, d, lane);
-        finish_block(z, scales, d, block, kb, queries, lane);
+        finish_block(m, z, scales, d, block, kb, queries, lane);
     }
 }
 // 16 rows of keys or queries against 16 prior keys, weighted.
@@ -1018,8 +1042,9 @@ __device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], i
 }
 // Block column b of the inverse, from the diagonal down: X_r = -D_r (sum over k of A_rk X_k). One warp, in registers; what is
 // known is taken into all sums below at once, so that products need not wait for each other.
-__device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 live, int lane) {
+__device__ __forceinline__ void invert_column(Tile &m, Shared &z, int b, int blocks, u32 live, int lane) {
     const int g = lane >> 2, c = lane & 3;
+    float(*system)[16][LDA] = system_of(m, z);
     float sum[BLOCKS][2][4];
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j)
@@ -1039,7 +1064,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = g + 8 * (e >> 1), row = 8 * n + 2 * c + (e & 1);
-                    x[n][e] = diagonal ? z.system[block_at(b, b)][row][column] : row == column ? 1.f : 0.f;
+                    x[n][e] = diagonal ? system[block_at(b, b)][row][column] : row == column ? 1.f : 0.f;
                 }
         } else {
 #pragma unroll
@@ -1053,7 +1078,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
 #pragma unroll
                     for (int e = 0; e < 4; ++e) sum[j][n][e] = -sum[j][n][e];
                 split16(sum[j], parts);
-                multiply16(x, parts, z.system[block_at(r, r)], lane);
+                multiply16(x, parts, system[block_at(r, r)], lane);
             }
         }
         put_inverse(z, x, b, r, lane);
@@ -1061,7 +1086,7 @@ __device__ __forceinline__ void invert_column(Shared &z, int b, int blocks, u32 
         split16(x, parts);
 #pragma unroll
         for (int i = j + 1; i < BLOCKS; ++i)
-            if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, z.system[block_at(b + i, r)], lane);
+            if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, system[block_at(b + i, r)], lane);
     }
 }
 // ---- the state's half ----
@@ -1333,11 +1358,16 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     if (warp == 0 && w.prior) decays = prior_decays(p, w, lane);
 #if EARLY_VALUES
     u16(*values)[BV + 8] = z.values;
-    request(p, w, m, values, BT, warp, lane);
+    request(p, w, m, values, BT);
 #else
     u16(*values)[BV + 8] = (u16(*)[BV + 8])m.k;
     static_assert(BV + 8 <= LDK, "values take the place of the keys");
-    request(p, w, m, 0, BT, warp, lane);
+    request(p, w, m, 0, BT);
+#endif
+#if EARLY_STATE
+    request_state(p, w, m, warp, lane);
+#else
+    if (threadIdx.x == 0) prefetch((const st *)p.state + w.slot * p.state_slot + w.head * p.state_head + (i64)v0 * DIM, BV * DIM * sizeof(st));
 #endif
     if (warp == 0 && w.prior) {
         const Weights x = prior_weights(p, w, decays, lane, w.vb == 0);
@@ -1354,7 +1384,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     if (warp == NW - 1) path_sums(z, p, w, lane);
     if (warp == NW - SETS) find_live(z, lane);
-    copies_done<1>();
+    copies_done<EARLY_STATE>();
     __syncthreads();
     append(p, w, m);
     copy_keys(p, w, m);
@@ -1371,7 +1401,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
             row_job(m, z, blocks - 1 - (job < blocks ? job : job - blocks), queries, job >= blocks, live, lane);
             if (BT == 16 && !queries) {
                 __syncwarp();
-                invert_column(z, 0, 1, live, lane);
+                invert_column(m, z, 0, 1, live, lane);
             }
         } else {
             job -= blocks + halves;
@@ -1391,7 +1421,12 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
 #endif
     if (BT > 16)
 #pragma unroll 1
-        for (int b = warp; b < blocks; b += NW) invert_column(z, b, blocks, live, lane);
+        for (int b = warp; b < blocks; b += NW) invert_column(m, z, b, blocks, live, lane);
+#if !EARLY_STATE
+    // The system is done with.
+    __syncthreads();
+    request_state(p, w, m, warp, lane);
+#endif
     copies_done<0>();
     __syncwarp();
     if (w.fold) {
@@ -1405,7 +1440,7 @@ __device__ __forceinline__ void wide_step(const Params &p, const Work &w, Tile &
     }
     float r[MT][NT][4], q[MT][NT][4], y[MT][NT][4];
     read_past(m, z, w, first, r, q, lane);
-    if (BT > 16) __syncthreads();
+    if (BT > 16 || !EARLY_VALUES) __syncthreads();
 #if !EARLY_VALUES
     // The keys are done with.
 #pragma unroll

@@ -15,10 +15,15 @@ DIM = 128
 PADDED = 136
 # Rows of the largest tree that a variant takes; the first is done without shared matrices.
 ROW_BUCKETS = (4, 16, 32, 48, 64)
-# Up to so many rows, values have a place of their own in shared memory.
-EARLY_VALUES = 32
 # Prior rows: a history's places and the longest path.
 PRIOR_BUCKETS = (16, 32, 48, 64, 80)
+
+
+# With at most so many value heads in the batch, blocks are small, and each has a multiprocessor for itself.
+FEW_HEADS = 64
+# Shared memory that a multiprocessor keeps for itself, per block; and how many warps leave each the registers it needs.
+RESERVED = 1024
+MOST_WARPS = 16
 
 
 class Variant(NamedTuple):
@@ -33,6 +38,7 @@ class Variant(NamedTuple):
     exact: int
     pmax: int
     min_blocks: int
+    lean: int = 0
 
     def macros(self) -> dict[str, int]:
         """Return the definitions the source needs."""
@@ -48,9 +54,11 @@ class Variant(NamedTuple):
         small = self.nw * 64 * 4 + 4 * (values + 8) * 2
         if bt == ROW_BUCKETS[0]:
             return _aligned(tile) + _aligned(small)
-        blocks = bt // 16 * (bt // 16 + 1) // 2 * 16  # their rows
-        matrices = blocks * (20 * 4 + 2 * (20 * 4 if self.exact else 24 * 2)) + 2 * bt * (self.pmax + 8) * part
-        held = bt * (values + 8) * 2 if bt <= EARLY_VALUES else 0
+        triangle = bt // 16 * (bt // 16 + 1) // 2 * 16  # rows of its blocks
+        matrices = triangle * 2 * (20 * 4 if self.exact else 24 * 2) + 2 * bt * (self.pmax + 8) * part
+        if bt <= 32 or not self.lean:
+            matrices += triangle * 20 * 4
+        held = bt * (values + 8) * 2 if bt <= 32 and not self.lean else 0
         tables = 32 * -(-self.pmax // 32) * 4 + bt * 8 * 4 + 7 * 4
         return _aligned(tile) + max(_aligned(small), _aligned(matrices + held + tables))
 
@@ -87,6 +95,7 @@ def choose(
     parts = 3 if exact else 2
     for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads):
         variant = Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
+        variant = _leaner(variant, shared_limit) if num_heads > FEW_HEADS else variant
         if variant.shared_bytes <= shared_limit:
             return variant
     raise UnsupportedError(
@@ -98,13 +107,23 @@ def choose(
 def _shapes(bt: int, *, wide: bool, num_heads: int) -> list[tuple[int, int, int]]:
     """Return warps, tiles of 16 values per warp, and blocks per multiprocessor to leave registers for; the fastest first."""
     smaller = [(4, 1, 1), (2, 1, 1)] if bt > 32 else [(4, 1, 1), (2, 1, 1), (1, 1, 1)]
-    if num_heads <= 64:
+    if num_heads <= FEW_HEADS:
         return [(8, 1, 1) if bt > 4 else (4, 1, 1), *smaller]
     if bt == 4:
         return [(4, 1, 4) if wide else (4, 2, 4), *smaller]
     if bt == 16:
         return [(8, 1, 2) if wide else (4, 2, 3), *smaller]
-    return [(8, 1, 1) if wide or bt == 64 else (8, 1, 2), *smaller]
+    return [(8, 1, 1), *smaller]
+
+
+def _leaner(variant: Variant, shared_limit: int) -> Variant:
+    """Return the variant, lean where that lets more blocks share a multiprocessor, with registers for all of them."""
+    blocks, lean_blocks = (
+        min((shared_limit + RESERVED) // (x.shared_bytes + RESERVED), MOST_WARPS // x.nw) for x in (variant, variant._replace(lean=1))
+    )
+    if variant.bt > ROW_BUCKETS[0] and lean_blocks > blocks:
+        return variant._replace(lean=1, min_blocks=lean_blocks)
+    return variant._replace(min_blocks=max(variant.min_blocks, blocks)) if variant.bt > 32 else variant
 
 
 def _aligned(size: int) -> int:
