@@ -15,7 +15,7 @@ from ops.serving import Spec, Stream, cast, projections
 from tolerances import KERNEL_FLOAT32, KERNEL_TWIN
 from treewy.errors import BackendError
 from treewy.ops import gdn
-from treewy.ops.gdn.cuda.variant import SOURCE, choose
+from treewy.ops.gdn.cuda.variant import choose, source
 from treewy.ops.launch import LAUNCHES
 from treewy.ops.nvrtc import compile_cubin
 from treewy.packed import pack
@@ -142,7 +142,7 @@ def test_cards_before_ampere_are_refused_by_name(capability):
     bounds = {"max_rows": 4, "max_prior": 4, "state": torch.bfloat16, "u": torch.float32, "exact": False}
     variant = choose(**bounds, num_heads=64, shared_limit=64 * 1024)
     with pytest.raises(BackendError, match=r"(?s)refused it for sm_7[05] .*Use backend='triton'\."):
-        compile_cubin(SOURCE.read_text(), variant.macros(), capability)
+        compile_cubin(source(), variant.macros(), capability)
 
 
 def test_bfloat16_compiles_for_cards_that_have_none():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treewy.errors import BackendError, UnsupportedError
-from treewy.ops.gdn.cuda.variant import SOURCE, Variant, choose
+from treewy.ops.gdn.cuda.variant import Variant, choose, source
 from treewy.ops.nvrtc import compile_cubin, compile_log
 
 # Compute capability and bytes of shared memory that a block may have.
@@ -19,10 +19,6 @@ CASES = {
     "40 rows": {"max_rows": 40, "max_prior": 20, "state": HALF, "u": HALF, "exact": False, "num_heads": 4096},
     "one sequence, exact": {"max_rows": 40, "max_prior": 4, "state": FULL, "u": FULL, "exact": True, "num_heads": 32},
 }
-
-
-def source() -> str:
-    return SOURCE.read_text()
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)
@@ -38,10 +34,21 @@ def test_it_compiles_without_spills(name, capability):
 
 def test_less_shared_memory_picks_smaller_blocks():
     """Fault K06: tiles are tied to the card."""
-    large, small = (choose(**CASES["40 rows"], shared_limit=limit) for limit in (227 * 1024, 99 * 1024))
+    wide = CASES["15 rows, float32"] | {"max_rows": 64}
+    large, small = (choose(**wide, shared_limit=limit) for limit in (227 * 1024, 99 * 1024))
     assert large.value_blocks == 1
     assert small.value_blocks > 1
     assert small.shared_bytes <= 99 * 1024
+
+
+def test_lean_where_that_makes_room_for_another_block():
+    """By shared memory, 64 rows with a history get two blocks of eight warps; without, there is nothing to gain."""
+    asked = CASES["40 rows"] | {"max_rows": 64}
+    lean, roomy = (choose(**asked | {"max_prior": prior}, shared_limit=227 * 1024) for prior in (20, 4))
+    assert (lean.lean, lean.min_blocks) == (1, 2)
+    assert (roomy.lean, roomy.min_blocks) == (0, 2)
+    assert 2 * (lean.shared_bytes + 1024) <= 228 * 1024 < 2 * (lean._replace(lean=0).shared_bytes + 1024)
+    assert not choose(**asked | {"num_heads": 32}, shared_limit=227 * 1024).lean
 
 
 def test_what_fits_nowhere_is_refused():

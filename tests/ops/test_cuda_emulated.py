@@ -29,6 +29,7 @@ VARIANTS = {
     "48": Variant(48, 8, 1, 0, 0, 2, 0, 32, 1),
     "64": Variant(64, 4, 1, 0, 0, 2, 0, 48, 1),
     "64 lean": Variant(64, 8, 1, 0, 0, 2, 0, 32, 1, 1),
+    "64 after 64": Variant(64, 4, 1, 0, 0, 2, 0, 80, 1),
     "64 exact": Variant(64, 8, 1, 0, 1, 3, 1, 16, 1),
 }
 CHAIN_4, WIDTHS_2, WIDTHS_3 = DraftTree.chain(3), DraftTree.from_widths([2, 2, 2]), DraftTree.from_widths([3, 3, 3])

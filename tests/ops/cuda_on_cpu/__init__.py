@@ -9,7 +9,7 @@ from pathlib import Path
 
 from treewy.ops.gdn import Prior, Projections, Verified
 from treewy.ops.gdn.cuda import entry
-from treewy.ops.gdn.cuda.variant import SOURCE, Variant
+from treewy.ops.gdn.cuda.variant import Variant, source
 from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
@@ -51,7 +51,7 @@ def commit_verify(
     keep: list[Tensor] = []
     params = entry.make_params(x, state, slots, tree, prior, out, keep)
     grid = (state.shape[1] * variant.value_blocks, tree.num_seqs)
-    launch(build(SOURCE.read_text(), tuple(variant.macros().items())), grid, params, backwards=backwards)
+    launch(build(source(), tuple(variant.macros().items())), grid, params, backwards=backwards)
 
 
 def launch(library: ctypes.CDLL, grid: tuple[int, int], params: ctypes.Structure, *, backwards: bool = False) -> None:

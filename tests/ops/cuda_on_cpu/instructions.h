@@ -1,4 +1,4 @@
-// What step.cu calls instructions, and the intrinsics it uses, by the layouts of the PTX ISA.
+// What the kernel calls instructions, and the intrinsics it uses, by the layouts of the PTX ISA.
 #pragma once
 
 #include "emulator.h"

@@ -29,7 +29,6 @@ COUNTS = (
     "group",
     "num_slots",
     "words",
-    "path_stride",
     "capacity",
     "gates_f32",
     "group_inverse",
@@ -38,12 +37,11 @@ COUNTS = (
     "num_record_rows",
 )
 
-
 WIDE_OR_NARROW = (torch.float32, torch.bfloat16)
 
 
 class Params(ctypes.Structure):
-    """`Params` of step.cu, field by field."""
+    """`Params` of params.cuh, field by field."""
 
     __slots__ = ()  # a misspelt field is an error
 
@@ -75,7 +73,17 @@ def commit_verify(
     if tree.num_seqs == 0:
         out.o.zero_()
         return
-    chosen = variant or choose(
+    chosen = variant or variant_of(state, tree, prior, record, exact=exact)
+    keep: list[Tensor] = []  # what was converted, alive until the launch
+    params = make_params(x, state, slots, tree, prior, out, keep)
+    grid = (state.shape[1] * chosen.value_blocks, tree.num_seqs)
+    with torch.cuda.device(state.device):
+        kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
+
+
+def variant_of(state: Tensor, tree: TreeTables, prior: Prior | None, record: Record, *, exact: bool) -> Variant:
+    """Return the variant that a step runs, by its bounds; see `choose`."""
+    return choose(
         max_rows=tree.max_rows,
         max_prior=_max_prior(prior),
         state=state.dtype,
@@ -84,11 +92,6 @@ def commit_verify(
         num_heads=tree.num_seqs * state.shape[1],
         shared_limit=torch.cuda.get_device_properties(state.device).shared_memory_per_block_optin,
     )
-    keep: list[Tensor] = []  # what was converted, alive until the launch
-    params = make_params(x, state, slots, tree, prior, out, keep)
-    grid = (state.shape[1] * chosen.value_blocks, tree.num_seqs)
-    with torch.cuda.device(state.device):
-        kernel(chosen, state.device.index or 0).launch(grid, chosen.num_threads, params)
 
 
 def make_params(
@@ -218,8 +221,7 @@ def _check_layouts(x: Projections, out: Record, prior: Prior | None) -> None:
                 f"The CUDA kernel takes {owner}'s decays in float32 and laid out alike; got {high.dtype} {high.stride()} and "
                 f"{low.dtype} {low.stride()}. Make them as out.record's are made."
             )
-    flat = {"a_log": x.a_log, "dt_bias": x.dt_bias}
-    for name, y in (flat | {"a": x.a, "b": x.b}).items():
+    for name, y in (("a_log", x.a_log), ("dt_bias", x.dt_bias), ("a", x.a), ("b", x.b)):
         if y.stride(-1) != 1:
             raise ShapeError(
                 f"The CUDA kernel takes {name} with heads side by side; got strides {y.stride()}. Make it contiguous."
@@ -278,7 +280,7 @@ def _set_prior(params: Params, prior: Prior | None, keep: list[Tensor]) -> None:
         (params.ru_row, params.ru_head), (params.rk_row, params.rk_head) = record.u.stride()[:2], record.k.stride()[:2]
         params.rg_row, params.rg_head = record.decay_high.stride()
         params.path_rows, params.path_len = _address(path.rows, keep), _address(path.lengths, keep)
-        params.path_stride = params.path_width = path.rows.shape[1]
+        params.path_width = path.rows.shape[1]
         params.num_record_rows = record.u.shape[0]
 
 

@@ -1,6 +1,6 @@
 """Which variant of the kernel runs: static facts only, so that a captured graph always holds the same one."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +9,21 @@ import torch
 from treewy.errors import UnsupportedError
 from treewy.ops.nvrtc import Kernel
 
-SOURCE = Path(__file__).parent / "step.cu"
+# The kernel's source, in the order in which it is read.
+PARTS = (
+    "params",
+    "instructions",
+    "work",
+    "prior",
+    "gates",
+    "small",
+    "trees",
+    "triangle",
+    "read",
+    "solve",
+    "wide",
+    "step",
+)
 DIM = 128
 # Elements from row to row of 128 in shared memory: no two rows of a matrix operand meet in a bank.
 PADDED = 136
@@ -27,7 +41,7 @@ MOST_WARPS = 16
 
 
 class Variant(NamedTuple):
-    """Macros of one compiled kernel; `step.cu` explains them."""
+    """Macros of one compiled kernel; `params.cuh` explains them."""
 
     bt: int
     nw: int
@@ -39,6 +53,7 @@ class Variant(NamedTuple):
     pmax: int
     min_blocks: int
     lean: int = 0
+    stages: int = 4
 
     def macros(self) -> dict[str, int]:
         """Return the definitions the source needs."""
@@ -119,7 +134,8 @@ def _shapes(bt: int, *, wide: bool, num_heads: int) -> list[tuple[int, int, int]
 def _leaner(variant: Variant, shared_limit: int) -> Variant:
     """Return the variant, lean where that lets more blocks share a multiprocessor, with registers for all of them."""
     blocks, lean_blocks = (
-        min((shared_limit + RESERVED) // (x.shared_bytes + RESERVED), MOST_WARPS // x.nw) for x in (variant, variant._replace(lean=1))
+        min((shared_limit + RESERVED) // (one.shared_bytes + RESERVED), MOST_WARPS // one.nw)
+        for one in (variant, variant._replace(lean=1))
     )
     if variant.bt > ROW_BUCKETS[0] and lean_blocks > blocks:
         return variant._replace(lean=1, min_blocks=lean_blocks)
@@ -139,9 +155,17 @@ def _bucket(needed: int, buckets: tuple[int, ...], what: str) -> int:
     )
 
 
+@cache
+def source() -> str:
+    """Return the kernel's source as one text: NVRTC gets no headers."""
+    folder = Path(__file__).parent
+    names = [f"{part}.cuh" for part in PARTS[:-1]] + [f"{PARTS[-1]}.cu"]
+    return "".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in names)
+
+
 @lru_cache(maxsize=64)
 def kernel(variant: Variant, device: int) -> Kernel:
     """Return the compiled variant for a device, compiling it when first asked for."""
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
-        return Kernel(SOURCE.read_text(), "gdn_step", variant.macros(), capability, variant.shared_bytes)
+        return Kernel(source(), "gdn_step", variant.macros(), capability, variant.shared_bytes)
