@@ -187,11 +187,17 @@ def test_other_operands(name):
     assert done.out.record.k.data_ptr() == before.x.k.data_ptr()
 
 
-def test_full_prior_rows():
-    """48 prior rows, two and a half chunks and three, kept and folded."""
-    long = tuple(range(8))
-    seqs = [Seq(FIVE, held=40, path=long), Seq(FIVE, held=40, path=long, fold=1), Seq(CHAIN_4, held=33, path=long)]
-    check(step(seqs, VARIANTS["64"], places=48, seed=3))
+@pytest.mark.parametrize("name", ["64", "64 after 64"])
+def test_full_prior_rows(name):
+    """As many prior rows as there may be, and half a chunk less, kept and folded."""
+    variant, long = VARIANTS[name], tuple(range(8))
+    held = variant.pmax - len(long)
+    seqs = [
+        Seq(FIVE, held=held, path=long),
+        Seq(FIVE, held=held, path=long, fold=1),
+        Seq(CHAIN_4, held=held - 7, path=long),
+    ]
+    check(step(seqs, variant, places=variant.pmax, seed=3))
 
 
 @pytest.mark.parametrize("name", ["4", "16", "16 exact", "64"])
@@ -217,9 +223,12 @@ def test_what_is_not_finite_spoils_descendants_only(name, part):
 
 
 @pytest.mark.parametrize("fold", [0, 1])
-@pytest.mark.parametrize(("tree", "names"), [(FIVE, ["16", "48", "64"]), (CHAIN_4, ["4", "16", "64"])])
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [(FIVE, ["16", "16 lean", "48", "64"]), (CHAIN_4, ["4", "16", "64"]), (WIDTHS_3, ["48", "64", "64 lean"])],
+)
 def test_bits_do_not_depend_on_bucket_or_neighbours(tree, names, fold):
-    """One sequence in kernels of several sizes, block shapes and places, alone and beside others."""
+    """One sequence in kernels of several sizes, block shapes, layouts and places, alone and beside others."""
     seen = []
     for name in names:
         seq = Seq(tree, held=3, path=(0, 1, 3), fold=fold)
