@@ -50,7 +50,7 @@ BLOCKS = [
     Geometry(128, 32, 256, 8, 4),
     Geometry(128, 64, 128, 8, 2),
 ]
-CHUNKINGS = [CHUNKING, Chunking(512, 16), Chunking(512, 32), Chunking(1024, 32), Chunking(2048, 16), Chunking(2048, 8)]
+CHUNKINGS = [CHUNKING]
 SWEEP = list(itertools.product(BLOCKS, CHUNKINGS))
 
 

@@ -91,7 +91,7 @@ def paged(
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Cut prefixes at 128 places, into at most 3 chunks, so that small problems have several."""
-    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(min_places=128, max_chunks=3))
+    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(128, 128, 1, 3, 3, max_chunks=3))
 
 
 class TestVerify:

@@ -1,5 +1,6 @@
 """How a launch is cut into programs: from bounds known on the host, never from trees or lengths."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,25 +14,42 @@ MAX_HEAD_DIM = 256
 # A program with the blocks for big tiles needs more shared memory than this; GPUs with less get smaller blocks.
 BIG_SHARED = 200 * 1024
 
+# Chunks are cut at multiples of this many places, so that tiles of places never straddle two.
+GRAIN = 128
+
 
 class Chunking(NamedTuple):
-    """How a prefix is cut into chunks, which are merged in order after the tree.
+    """How a prefix is cut into chunks, which are merged in order; the tree belongs to the first.
 
-    A chunk holds `min_places` places, or as many more as it takes to need no more than `max_chunks` chunks. So where a
-    sequence is cut depends on its own length alone: not on the batch, not on the longest sequence a graph is made for.
+    What decides is the row's own prefix length and how many (row, query head) pairs of one KV head ask beside it, which
+    is its own tree's doing: not the batch, not the longest sequence or the largest tree a graph is made for.
+
+    A chunk holds `per_pair` places for each pair, but `least` to `most`, or as many more as it takes to need no more than
+    `share / pairs` chunks, but `fewest` to `max_chunks`; rounded up to a multiple of `GRAIN`.
     """
 
-    min_places: int
+    least: int
+    most: int
+    per_pair: int
+    fewest: int
+    share: int
     max_chunks: int
 
+    def num_chunks(self, length: int, pairs: int) -> int:
+        """Return into how many chunks a prefix falls beside so many pairs; one where it is empty, for the tree."""
+        chunks = min(max(self.share // pairs, self.fewest), self.max_chunks)
+        places = min(max(self.per_pair * pairs, self.least), self.most)
+        places = -(-max(-(-length // chunks), places) // GRAIN) * GRAIN
+        return max(1, -(-length // places))
+
     def num_parts(self, max_places: int) -> int:
-        """Return into how many parts the longest possible row falls: its tree, and the chunks of its prefix."""
-        return 1 + min(self.max_chunks, -(-max_places // self.min_places))
+        """Return into how many parts the longest possible row falls."""
+        return min(self.max_chunks, max(1, -(-max_places // self.least)))
 
 
-# Fewer chunks: fewer partial sums to write and read back, which costs most at many rows and a large batch. More chunks: a
-# single long sequence fills the GPU.
-CHUNKING = Chunking(min_places=1024, max_chunks=16)
+# Few pairs: many chunks, so that a single sequence fills the GPU. Many pairs: few, since a partial sum is written and read
+# back per pair and chunk, and tiles of pairs fill the GPU.
+CHUNKING = Chunking(least=256, most=1024, per_pair=4, fewest=16, share=4096, max_chunks=32)
 
 
 class Geometry(NamedTuple):
@@ -55,7 +73,7 @@ class Launch(NamedTuple):
         num_seqs: Sequences.
         num_kv_heads: KV heads.
         num_pairs: (row, query head) pairs of the largest tree and one KV head.
-        num_parts: Parts of the longest row.
+        max_places: Places of the longest prefix.
         head_dim: Head dim.
         dtype: Dtype of the operands.
     """
@@ -63,13 +81,13 @@ class Launch(NamedTuple):
     num_seqs: int
     num_kv_heads: int
     num_pairs: int
-    num_parts: int
+    max_places: int
     head_dim: int
     dtype: torch.dtype
 
     def programs(self, pairs: int) -> int:
         """Return the programs of a launch with tiles of `pairs` pairs."""
-        return self.num_seqs * self.num_kv_heads * self.num_parts * -(-self.num_pairs // pairs)
+        return self.num_seqs * self.num_kv_heads * CHUNKING.num_chunks(self.max_places, self.num_pairs) * -(-self.num_pairs // pairs)
 
 
 class Gpu(NamedTuple):
@@ -118,6 +136,19 @@ def _columns(block: int, programs: int, num_sms: int) -> int:
     while block > 64 and 2 * programs <= num_sms:
         block, programs = block // 2, 2 * programs
     return block
+
+
+def unit_of(*pools: torch.Tensor) -> int:
+    """Return how many elements' alignment every row of the pools has, as far as it matters: 16 bytes at most."""
+    strides = [stride for pool in pools for stride in pool.stride()[:3]]
+    return math.gcd(16 // pools[0].element_size(), *strides)
+
+
+@lru_cache
+def num_units(max_rows: int, group: int, max_places: int, pairs: int, chunking: Chunking) -> int:
+    """Return the units of a launch, a tile of pairs beside a chunk each: those of the tree size that has the most."""
+    sizes = range(group, group * max_rows + 1, group)
+    return max((-(-size // pairs) * chunking.num_chunks(max_places, size) for size in sizes), default=0)
 
 
 @lru_cache
