@@ -90,8 +90,8 @@ def paged(
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Cut prefixes at 128 places, into at most 3 chunks, so that small problems have several."""
-    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(128, 128, 1, 3, 3, max_chunks=3))
+    """Cut prefixes into at most 3 chunks of 128 places or more, and in fewer where more rows ask."""
+    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(128, 256, 16, 1, 24, max_chunks=3))
 
 
 class TestVerify:
@@ -551,30 +551,53 @@ class TestGeometry:
     SMALL = geometry.Gpu(shared=99 * 1024, num_sms=84)
 
     def test_the_blocks_of_sums_depend_on_head_dim_dtype_and_gpu_alone(self):
+        """And a tile of the tree has one word of bits."""
         for gpu in (self.H200, self.SMALL):
             for dim in (64, 96, 128, 192, 256):
                 for dtype in geometry.DTYPES:
                     launches = [
-                        geometry.Launch(seqs, heads, pairs, parts, dim, dtype)
+                        geometry.Launch(seqs, heads, pairs, places, dim, dtype)
                         for seqs in (1, 8, 128)
                         for heads in (1, 2, 8)
                         for pairs in (1, 8, 65, 512, 1024)
-                        for parts in (1, 17)
+                        for places in (0, 1000, 100000)
                     ]
-                    assert len({geometry.geometry(launch, gpu).places for launch in launches}) == 1
+                    (places,) = {geometry.geometry(launch, gpu).places for launch in launches}
+                    assert 32 % places == 0
 
     def test_a_launch_fills_the_gpu_if_it_can(self):
-        small = geometry.geometry(geometry.Launch(1, 2, 32, 4, 256, torch.bfloat16), self.H200)
-        large = geometry.geometry(geometry.Launch(32, 2, 512, 16, 256, torch.bfloat16), self.H200)
-        assert (small.pairs, small.columns) == (64, 64)
+        small = geometry.geometry(geometry.Launch(1, 2, 32, 4112, 256, torch.bfloat16), self.H200)
+        large = geometry.geometry(geometry.Launch(32, 2, 512, 4160, 256, torch.bfloat16), self.H200)
+        assert (small.pairs, small.columns) == (64, 128)
         assert (large.pairs, large.columns) == (128, 256)
 
     def test_chunks_cover_every_length(self):
         chunking = geometry.CHUNKING
-        for length in (0, 1, 1023, 1024, 1025, 16384, 16385, 40000, 10**6):
-            share = math.ceil(math.ceil(length / chunking.max_chunks) / 128) * 128
-            needed = math.ceil(length / max(share, chunking.min_places))
-            assert needed < chunking.num_parts(length)
+        for length in (0, 1, 383, 384, 385, 1024, 1025, 16384, 16385, 40000, 10**6):
+            for pairs in (1, 8, 32, 96, 97, 128, 256, 257, 1024):
+                places, chunks = chunking.chunk_len(length, pairs), chunking.num_chunks(length, pairs)
+                assert places % geometry.GRAIN == 0
+                assert max(1, length) <= places * chunks < length + places + 1
+                assert chunks <= chunking.num_parts(length)
+
+    def test_a_grid_has_the_units_of_every_tree_size(self):
+        """A small tree has fewer tiles than the largest and more chunks."""
+        chunking = geometry.CHUNKING
+        for max_rows, group, places in ((64, 8, 40000), (5, 16, 5000), (128, 1, 300), (16, 8, 0)):
+            units = geometry.num_units(max_rows, group, places, 64, chunking)
+            needed = [
+                math.ceil(rows * group / 64) * chunking.num_chunks(length, rows * group)
+                for rows in range(1, max_rows + 1)
+                for length in range(0, places + 1, 100)
+            ]
+            assert units == max(needed)
+        assert geometry.num_units(0, 8, 1000, 64, chunking) == 0
+
+    def test_rows_are_loaded_as_widely_as_their_alignment_allows(self):
+        pool = torch.zeros(4, 3, 2, 24, dtype=torch.float16)
+        assert geometry.unit_of(pool, pool) == 8
+        assert geometry.unit_of(pool, pool[..., :20].contiguous()) == 4
+        assert geometry.unit_of(pool.float()) == 4
 
 
 def test_every_kernel_compiles_for_three_generations():
@@ -583,3 +606,7 @@ def test_every_kernel_compiles_for_three_generations():
     kernels = {"attend_parts_kernel", "merge_parts_kernel", "commit_rows_kernel", "compact_rows_kernel"}
     assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}
     assert not [one for one in figures if one.shared > SHARED[one.arch]]
+    # Products that the compiler puts one after the other, for a move of a register of theirs, each have a wait.
+    grouped = [one for one in figures if one.products]
+    assert {one.kernel for one in grouped} == {"attend_parts_kernel"}
+    assert not [one for one in grouped if 2 * one.waits > one.products]

@@ -186,7 +186,9 @@ def _launch_parts(
     num_pairs = tree.max_rows * num_heads // num_kv_heads
     made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, committed.max_places, head_dim, q.dtype)
     blocks, block = shapes.geometry(made_for, shapes.gpu_of(q.device)), shapes.block_of(head_dim)
-    units = shapes.num_units(tree.max_rows, num_heads // num_kv_heads, committed.max_places, blocks.pairs, shapes.CHUNKING)
+    units = shapes.num_units(
+        tree.max_rows, num_heads // num_kv_heads, committed.max_places, blocks.pairs, shapes.CHUNKING
+    )
     launch(
         attend_parts_kernel,
         (units * (block // blocks.columns), num_kv_heads, tree.num_seqs if num_queries else 0),
@@ -211,7 +213,9 @@ def _launch_parts(
     )
 
 
-def _launch_merge(scratch: Workspace, asking: _Asking, committed: Paged, num_kv_heads: int, scale: float, out: Tensor) -> None:
+def _launch_merge(
+    scratch: Workspace, asking: _Asking, committed: Paged, num_kv_heads: int, scale: float, out: Tensor
+) -> None:
     num_queries, num_heads, head_dim = out.shape
     launch(
         merge_parts_kernel,

@@ -22,10 +22,11 @@ class Chunking(NamedTuple):
     """How a prefix is cut into chunks, which are merged in order; the tree belongs to the first.
 
     What decides is the row's own prefix length and how many (row, query head) pairs of one KV head ask beside it, which
-    is its own tree's doing: not the batch, not the longest sequence or the largest tree a graph is made for.
+    is its own tree's doing: not the batch, not the longest sequence or the largest tree that a graph is made for.
 
-    A chunk holds `per_pair` places for each pair, but `least` to `most`, or as many more as it takes to need no more than
-    `share / pairs` chunks, but `fewest` to `max_chunks`; rounded up to a multiple of `GRAIN`.
+    A chunk holds `per_pair` places for each pair, at least `least` and at most `most`; or as many more as it takes to need
+    no more than `share / pairs` chunks, that number being at least `fewest` and at most `max_chunks`; rounded up to a
+    multiple of `GRAIN`.
     """
 
     least: int
@@ -35,21 +36,25 @@ class Chunking(NamedTuple):
     share: int
     max_chunks: int
 
-    def num_chunks(self, length: int, pairs: int) -> int:
-        """Return into how many chunks a prefix falls beside so many pairs; one where it is empty, for the tree."""
+    def chunk_len(self, length: int, pairs: int) -> int:
+        """Return the places per chunk of a prefix beside so many pairs."""
         chunks = min(max(self.share // pairs, self.fewest), self.max_chunks)
         places = min(max(self.per_pair * pairs, self.least), self.most)
-        places = -(-max(-(-length // chunks), places) // GRAIN) * GRAIN
-        return max(1, -(-length // places))
+        return -(-max(-(-length // chunks), places) // GRAIN) * GRAIN
+
+    def num_chunks(self, length: int, pairs: int) -> int:
+        """Return into how many chunks a prefix falls beside so many pairs; one where it is empty, for the tree."""
+        return max(1, -(-length // self.chunk_len(length, pairs)))
 
     def num_parts(self, max_places: int) -> int:
-        """Return into how many parts the longest possible row falls."""
+        """Return into how many parts the longest possible row falls, whatever its tree."""
         return min(self.max_chunks, max(1, -(-max_places // self.least)))
 
 
-# Few pairs: many chunks, so that a single sequence fills the GPU. Many pairs: few, since a partial sum is written and read
-# back per pair and chunk, and tiles of pairs fill the GPU.
-CHUNKING = Chunking(least=256, most=1024, per_pair=4, fewest=16, share=4096, max_chunks=32)
+# Few pairs: many short chunks, so that a single sequence fills the GPU. Many pairs: few, since a partial sum is written and
+# read back per pair and chunk, and tiles of pairs fill the GPU. Shorter chunks than these serve a single sequence better
+# and a batch worse, longer ones the other way round: see docs/decisions/0017-chunks-of-a-prefix.md.
+CHUNKING = Chunking(least=384, most=1024, per_pair=4, fewest=16, share=4096, max_chunks=32)
 
 
 class Geometry(NamedTuple):
@@ -86,8 +91,9 @@ class Launch(NamedTuple):
     dtype: torch.dtype
 
     def programs(self, pairs: int) -> int:
-        """Return the programs of a launch with tiles of `pairs` pairs."""
-        return self.num_seqs * self.num_kv_heads * CHUNKING.num_chunks(self.max_places, self.num_pairs) * -(-self.num_pairs // pairs)
+        """Return the programs of a launch with tiles of `pairs` pairs, if every sequence is as large as it may be."""
+        units = -(-self.num_pairs // pairs) * CHUNKING.num_chunks(self.max_places, max(self.num_pairs, 1))
+        return self.num_seqs * self.num_kv_heads * units
 
 
 class Gpu(NamedTuple):
@@ -116,24 +122,32 @@ def block_of(head_dim: int) -> int:
 
 
 def geometry(launch: Launch, gpu: Gpu) -> Geometry:
-    """Choose the blocks of a launch."""
+    """Choose the blocks of a launch.
+
+    Measured on an H200. Tiles of 32 places leave shared memory for four of them beside 128 pairs, so that three are on
+    their way; of 64, two fit. A launch of many programs with 64 pairs has two of them on a multiprocessor, which hide each
+    other's latencies better than a deeper pipeline does.
+    """
     block = block_of(launch.head_dim)
     if launch.dtype == torch.float32:
         # Three tensor-core products for one of float32: registers, not shared memory, bound the tile.
-        return Geometry(16, 16, block, num_warps=4, num_stages=2)
+        return Geometry(16, 16, block, num_warps=4, num_stages=3)
     if gpu.shared < BIG_SHARED:
-        return Geometry(64, 32, block, num_warps=8, num_stages=2)
-    big = launch.num_pairs > 64 and launch.programs(128) >= gpu.num_sms
-    pairs = 128 if big else 64
-    columns = _columns(block, launch.programs(pairs), gpu.num_sms)
-    if big:
-        return Geometry(128, 64, columns, num_warps=8, num_stages=2 if block == 256 else 3)
-    return Geometry(64, 64, columns, num_warps=4, num_stages=3)
+        return Geometry(64, 32, block, num_warps=8, num_stages=3)
+    if launch.num_pairs > 64 and 4 * launch.programs(128) >= 3 * gpu.num_sms:
+        return Geometry(128, 32, block, num_warps=8, num_stages=7)
+    programs = launch.programs(64)
+    if programs >= 2 * gpu.num_sms:
+        return Geometry(64, 32, block, num_warps=4, num_stages=3)
+    return Geometry(64, 32, _columns(block, programs, gpu.num_sms), num_warps=4, num_stages=7)
 
 
 def _columns(block: int, programs: int, num_sms: int) -> int:
-    """Split the value columns while that fills more of the GPU: keys are then read from the cache, not from memory."""
-    while block > 64 and 2 * programs <= num_sms:
+    """Split the value columns in two while that fills more of the GPU; both halves read the same keys.
+
+    Bounds overstate what a step needs, so a quarter too many programs are no reason against it.
+    """
+    while block > 128 and 8 * programs <= 5 * num_sms:
         block, programs = block // 2, 2 * programs
     return block
 

@@ -5,17 +5,17 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from treewy.ops.attention.kernels.geometry import GRAIN as GRAIN_PLACES
 from treewy.ops.attention.kernels.prefix import attend_prefix
 from treewy.ops.attention.kernels.tree import attend_tree
 
-# Chunks are cut at multiples of this many places, so that tiles of places never straddle two.
-GRAIN = tl.constexpr(128)
+GRAIN = tl.constexpr(GRAIN_PLACES)
 
 
 @triton.jit
 @no_type_check
 def chunk_len(length, pairs, least, most, per_pair, fewest, share, max_chunks):
-    """Return the places per chunk of a prefix; see `geometry.Chunking`."""
+    """Return the places per chunk of a prefix; as `geometry.Chunking.chunk_len`."""
     pairs = tl.maximum(pairs, 1)
     chunks = tl.minimum(tl.maximum(share // pairs, fewest), max_chunks)
     places = tl.minimum(tl.maximum(per_pair * pairs, least), most)
@@ -23,8 +23,10 @@ def chunk_len(length, pairs, least, most, per_pair, fewest, share, max_chunks):
 
 
 @triton.jit(
-    do_not_specialize=[*("num_pages", "max_places", "num_queries", "stable_b", "sbits_n"),
-        *("least", "most", "per_pair", "fewest", "share", "max_chunks"),]
+    do_not_specialize=[
+        *("num_pages", "max_places", "num_queries", "stable_b", "sbits_n"),
+        *("least", "most", "per_pair", "fewest", "share", "max_chunks"),
+    ]
 )
 @no_type_check
 def attend_parts_kernel(
@@ -36,10 +38,12 @@ def attend_parts_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from BM (row, query head) pairs of one KV head to one chunk of the prefix; the first takes the tree as well.
+    """Attend from BM (row, query head) pairs of one KV head to one chunk of the prefix, the first also to the tree.
 
-    Rows are those of the trees that ask: the last ones. PAGE = 0: one page holds a whole sequence. Sums, tops and
-    totals are [num_parts, queries, HQ]: not divided, raw scores' maxima, weights' sums. `scale` counts in powers of 2.
+    A unit is a tile of pairs beside a chunk; how many there are is the sequence's own matter, and the grid has as many as
+    a sequence may need. Rows are those of the trees that ask: the last ones. PAGE = 0: one page holds a whole sequence.
+    Sums, tops and totals are [num_parts, queries, HQ]: not divided, raw scores' maxima, weights' sums. `scale` counts in
+    powers of 2.
     """
     i_v, i_unit = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_head, i_seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -76,6 +80,7 @@ def attend_parts_kernel(
         *(p_keys, skeys_x, skeys_m, skeys_e, p_values, svalues_x, svalues_m, svalues_e),
         *(o_v, top, total, acc, scale, E, PAGE, PIECE, UNIT, BN, BE, NUM_STAGES, PRECISION),
     )
+    # The compiler keeps tensor-core products in flight only if no loop comes before the prefix's, and none is in a branch.
     nodes = tl.where(i_part == 0, num_rows, 0)
     p_bits = ancestors + (first_row + num_rows - asking + i_query).to(tl.int64) * sbits_n
     top, total, acc = attend_tree(

@@ -27,7 +27,11 @@ def attend_tiles(
     scale, E: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
     BE: tl.constexpr, NUM_STAGES: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the places from `start` to `stop` into the running softmax of a tile of pairs; WHOLE: no tile passes `stop`."""
+    """Take the places from `start` to `stop` into the running softmax of a tile of pairs; WHOLE: no tile passes `stop`.
+
+    A page is looked up once for PIECE places, which never straddle two, and the look-up is pipelined as well: it is a
+    load of its own, some tiles ahead.
+    """
     o_n, o_e = tl.arange(0, BN), tl.arange(0, BE)
     for at in tl.range(start, stop, BN, num_stages=NUM_STAGES):
         piece = at + tl.arange(0, BN // PIECE) * PIECE
@@ -58,7 +62,7 @@ def attend_prefix(
 ):  # fmt: skip
     """Take the places from `start` to `stop` into the running softmax of a tile of pairs.
 
-    The tile that passes the end comes first, on its own, so that no load of the pipelined loop has a mask.
+    The tile that passes the end comes last, on its own: no load of the pipelined loop has a mask.
     """
     whole = start + (stop - start) // BN * BN
     top, total, acc = attend_tiles(
