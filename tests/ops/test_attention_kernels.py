@@ -112,6 +112,13 @@ class TestVerify:
         problem = paged(["root"] * len(lengths), lengths, heads=1, group=1, page=16)
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
 
+    def test_many_rows_take_fewer_chunks(self, short_chunks):
+        """The kernel and the grid agree on how many there are."""
+        rng = np.random.default_rng(1)
+        tree = DraftTree([-1, *(int(rng.integers(0, row)) for row in range(1, 40))])
+        problem = paged([tree], [390], heads=1, group=1, page=16)
+        close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
+
     def test_trees_wider_than_a_tile(self):
         """Fault G04's kind: every tile of the tree takes its own bits."""
         rng = np.random.default_rng(1)
@@ -198,9 +205,12 @@ class TestVerify:
         tree = DraftTree.from_widths([3, 2])
         problem = paged([tree, "chain 3"], [9, 6], dim=dim, group=1)
         clean = problem.verify()
-        for rows, bad in ((problem.v, torch.nan), (problem.v, torch.inf), (problem.k, torch.nan)):
+        for rows, column, bad in (
+            *((problem.v, 0, torch.nan), (problem.v, -1, torch.nan), (problem.v, 0, torch.inf)),
+            *((problem.v, -1, -torch.inf), (problem.k, -1, torch.nan)),
+        ):
             kept = rows[2].clone()
-            rows[2, 0, -1] = bad
+            rows[2, 0, column] = bad
             got = problem.verify()
             rows[2] = kept
             sees = torch.from_numpy(tree.ancestors[:, 2].copy())
@@ -583,10 +593,15 @@ class TestGeometry:
     def test_a_grid_has_the_units_of_every_tree_size(self):
         """A small tree has fewer tiles than the largest and more chunks."""
         chunking = geometry.CHUNKING
-        for max_rows, group, places in ((64, 8, 40000), (5, 16, 5000), (128, 1, 300), (16, 8, 0)):
-            units = geometry.num_units(max_rows, group, places, 64, chunking)
+        for max_rows, group, places, pairs in (
+            (64, 8, 40000, 64),
+            (8, 16, 5000, 128),
+            (128, 1, 300, 16),
+            (16, 8, 0, 64),
+        ):
+            units = geometry.num_units(max_rows, group, places, pairs, chunking)
             needed = [
-                math.ceil(rows * group / 64) * chunking.num_chunks(length, rows * group)
+                math.ceil(rows * group / pairs) * chunking.num_chunks(length, rows * group)
                 for rows in range(1, max_rows + 1)
                 for length in range(0, places + 1, 100)
             ]

@@ -80,7 +80,7 @@ def attend_parts_kernel(
         *(p_keys, skeys_x, skeys_m, skeys_e, p_values, svalues_x, svalues_m, svalues_e),
         *(o_v, top, total, acc, scale, E, PAGE, PIECE, UNIT, BN, BE, NUM_STAGES, PRECISION),
     )
-    # The compiler keeps tensor-core products in flight only if no loop comes before the prefix's, and none is in a branch.
+    # After the prefix: with a loop before that one, the compiler lets tensor-core products wait for each other.
     nodes = tl.where(i_part == 0, num_rows, 0)
     p_bits = ancestors + (first_row + num_rows - asking + i_query).to(tl.int64) * sbits_n
     top, total, acc = attend_tree(
