@@ -161,6 +161,22 @@ class TestVerify:
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
 
+    def test_rows_past_the_bound_of_a_tree_are_left_out(self, short_chunks):
+        """A tree of more rows than fit asks for no more units than the grid has."""
+        problem = paged(["chain 11", "chain 3"], [300, 390], heads=1, group=1, page=16)
+        tables = problem.tree.tables
+        seq_of_row = tables.seq_of_row.clone()
+        seq_of_row[4:12] = -1
+        tables = tables._replace(seq_of_row=seq_of_row, max_rows=4)
+        scratch = attention.workspace(16, 1, 16, 390, device="cpu")
+        for part in scratch:
+            part.fill_(torch.nan)
+        call = (*problem[:3], problem.committed, tables)
+        got = attention.verify_paged(*call, scale=SCALE, backend="triton", scratch=scratch)
+        want = problem.verify("eager")
+        want[4:12] = 0.0
+        close(got, want, SHORT_SUM_FLOAT32)
+
     def test_inert_sequences_and_rows_are_zero(self):
         """Faults C01, C03, C04, C07 and C10: they are neither read nor left as they were."""
         problem = paged(["scattered", "chain 3", "root"], [9, -1, 0], num_rows=13)
@@ -581,14 +597,19 @@ class TestGeometry:
         assert (small.pairs, small.columns) == (64, 128)
         assert (large.pairs, large.columns) == (128, 256)
 
-    def test_chunks_cover_every_length(self):
+    def test_no_prefix_has_more_chunks_than_its_bound(self):
+        """Also where a longer one has fewer: 12,289 places beside 32 pairs fall into 25 chunks, 12,288 into 32."""
         chunking = geometry.CHUNKING
-        for length in (0, 1, 383, 384, 385, 1024, 1025, 16384, 16385, 40000, 10**6):
-            for pairs in (1, 8, 32, 96, 97, 128, 256, 257, 1024):
-                places, chunks = chunking.chunk_len(length, pairs), chunking.num_chunks(length, pairs)
+        assert [math.ceil(length / chunking.chunk_len(length, 32)) for length in (12288, 12289)] == [32, 25]
+        for pairs in (1, 8, 32, 96, 97, 128, 256, 257, 1024):
+            most = 1
+            for length in (*range(1, 20000, 128), *range(128, 20000, 128), 40000, 10**6):
+                places = chunking.chunk_len(length, pairs)
                 assert places % geometry.GRAIN == 0
-                assert max(1, length) <= places * chunks < length + places + 1
-                assert chunks <= chunking.num_parts(length)
+                assert chunking.most_chunks(length, pairs) <= chunking.num_parts(length)
+            for length in range(128, 20000, 128):
+                most = max(most, *(math.ceil(n / chunking.chunk_len(n, pairs)) for n in (length - 127, length)))
+                assert most == chunking.most_chunks(length, pairs)
 
     def test_a_grid_has_the_units_of_every_tree_size(self):
         """A small tree has fewer tiles than the largest and more chunks."""
@@ -599,13 +620,11 @@ class TestGeometry:
             (128, 1, 300, 16),
             (16, 8, 0, 64),
         ):
-            units = geometry.num_units(max_rows, group, places, pairs, chunking)
             needed = [
-                math.ceil(rows * group / pairs) * chunking.num_chunks(length, rows * group)
+                math.ceil(rows * group / pairs) * chunking.most_chunks(places, rows * group)
                 for rows in range(1, max_rows + 1)
-                for length in range(0, places + 1, 100)
             ]
-            assert units == max(needed)
+            assert geometry.num_units(max_rows, group, places, pairs, chunking) == max(needed)
         assert geometry.num_units(0, 8, 1000, 64, chunking) == 0
 
     def test_rows_are_loaded_as_widely_as_their_alignment_allows(self):

@@ -1,7 +1,7 @@
 """Tree attention and its commits in Triton: nothing of trees, paths or lengths is known on the host.
 
-`verify_paged` runs two kernels: the parts of each row's softmax, which are its tree and the chunks of its prefix, then their
-merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
+`verify_paged` runs two kernels: the parts of each row's softmax, which are chunks of its prefix and, with the first, its tree,
+then their merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
 """
 
 import math
@@ -166,7 +166,7 @@ def _attend(
     # exp(x) = exp2(x * log2(e))
     scale = scale * math.log2(math.e)
     _launch_parts(q, k, v, committed, tree, asking, scale, scratch, page)
-    _launch_merge(scratch, asking, committed, k.shape[1], scale, out)
+    _launch_merge(scratch, asking, committed, tree.max_rows, k.shape[1], scale, out)
 
 
 def _launch_parts(
@@ -193,7 +193,7 @@ def _launch_parts(
         attend_parts_kernel,
         (units * (block // blocks.columns), num_kv_heads, tree.num_seqs if num_queries else 0),
         *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
-        *(scale, keys.shape[0], committed.max_places, num_queries, *shapes.CHUNKING),
+        *(scale, keys.shape[0], committed.max_places, tree.max_rows, num_queries, *shapes.CHUNKING),
         *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
         *tree.ancestors.stride(),
         HK=num_kv_heads,
@@ -214,13 +214,19 @@ def _launch_parts(
 
 
 def _launch_merge(
-    scratch: Workspace, asking: _Asking, committed: Paged, num_kv_heads: int, scale: float, out: Tensor
+    scratch: Workspace,
+    asking: _Asking,
+    committed: Paged,
+    max_rows: int,
+    num_kv_heads: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
     num_queries, num_heads, head_dim = out.shape
     launch(
         merge_parts_kernel,
         (num_queries, num_heads),
-        *(*scratch, asking.seq, asking.cu, committed.lengths, out, scale, committed.max_places, num_queries),
+        *(*scratch, asking.seq, asking.cu, committed.lengths, out, scale, committed.max_places, max_rows, num_queries),
         *(*shapes.CHUNKING, *out.stride()),
         HQ=num_heads,
         G=num_heads // num_kv_heads,

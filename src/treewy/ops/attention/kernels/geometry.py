@@ -38,13 +38,21 @@ class Chunking(NamedTuple):
 
     def chunk_len(self, length: int, pairs: int) -> int:
         """Return the places per chunk of a prefix beside so many pairs."""
-        chunks = min(max(self.share // pairs, self.fewest), self.max_chunks)
-        places = min(max(self.per_pair * pairs, self.least), self.most)
+        chunks, places = self._bounds(pairs)
         return -(-max(-(-length // chunks), places) // GRAIN) * GRAIN
 
-    def num_chunks(self, length: int, pairs: int) -> int:
-        """Return into how many chunks a prefix falls beside so many pairs; one where it is empty, for the tree."""
-        return max(1, -(-length // self.chunk_len(length, pairs)))
+    def most_chunks(self, max_places: int, pairs: int) -> int:
+        """Return into how many chunks a prefix of at most so many places falls; one if it is empty, for the tree.
+
+        A longer prefix may have fewer chunks than a shorter one, as chunks are rounded up: this bounds them all.
+        """
+        chunks, places = self._bounds(pairs)
+        return max(1, min(chunks, -(-max_places // (-(-places // GRAIN) * GRAIN))))
+
+    def _bounds(self, pairs: int) -> tuple[int, int]:
+        """Return the most chunks and the fewest places per chunk."""
+        chunks = min(max(self.share // pairs, self.fewest), self.max_chunks)
+        return chunks, min(max(self.per_pair * pairs, self.least), self.most)
 
     def num_parts(self, max_places: int) -> int:
         """Return into how many parts the longest possible row falls, whatever its tree."""
@@ -92,7 +100,7 @@ class Launch(NamedTuple):
 
     def programs(self, pairs: int) -> int:
         """Return the programs of a launch with tiles of `pairs` pairs, if every sequence is as large as it may be."""
-        units = -(-self.num_pairs // pairs) * CHUNKING.num_chunks(self.max_places, max(self.num_pairs, 1))
+        units = -(-self.num_pairs // pairs) * CHUNKING.most_chunks(self.max_places, max(self.num_pairs, 1))
         return self.num_seqs * self.num_kv_heads * units
 
 
@@ -162,7 +170,7 @@ def unit_of(*pools: torch.Tensor) -> int:
 def num_units(max_rows: int, group: int, max_places: int, pairs: int, chunking: Chunking) -> int:
     """Return the units of a launch, a tile of pairs beside a chunk each: those of the tree size that has the most."""
     sizes = range(group, group * max_rows + 1, group)
-    return max((-(-size // pairs) * chunking.num_chunks(max_places, size) for size in sizes), default=0)
+    return max((-(-size // pairs) * chunking.most_chunks(max_places, size) for size in sizes), default=0)
 
 
 @lru_cache

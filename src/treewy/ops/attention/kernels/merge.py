@@ -9,11 +9,21 @@ from treewy.ops.attention.kernels.parts import chunk_len
 
 
 @triton.jit(
-    do_not_specialize=["max_places", "num_queries", "least", "most", "per_pair", "fewest", "share", "max_chunks"]
+    do_not_specialize=[
+        "max_places",
+        "max_rows",
+        "num_queries",
+        "least",
+        "most",
+        "per_pair",
+        "fewest",
+        "share",
+        "max_chunks",
+    ]
 )
 @no_type_check
 def merge_parts_kernel(
-    sums, tops, totals, seq_of_query, cu_queries, lengths, out, scale, max_places, num_queries,
+    sums, tops, totals, seq_of_query, cu_queries, lengths, out, scale, max_places, max_rows, num_queries,
     least, most, per_pair, fewest, share, max_chunks, so_n, so_h, so_e,
     HQ: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +42,7 @@ def merge_parts_kernel(
         tl.store(p_o, tl.zeros((BE,), out.dtype.element_ty), mask=m_e)
         return
     length = tl.minimum(length, max_places)
-    pairs = (tl.load(cu_queries + i_seq + 1) - tl.load(cu_queries + i_seq)) * G
+    pairs = tl.minimum(tl.load(cu_queries + i_seq + 1) - tl.load(cu_queries + i_seq), max_rows) * G
     per_chunk = chunk_len(length, pairs, least, most, per_pair, fewest, share, max_chunks)
     num_parts = tl.maximum(tl.cdiv(length, per_chunk), 1)
 

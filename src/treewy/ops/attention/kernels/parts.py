@@ -24,14 +24,14 @@ def chunk_len(length, pairs, least, most, per_pair, fewest, share, max_chunks):
 
 @triton.jit(
     do_not_specialize=[
-        *("num_pages", "max_places", "num_queries", "stable_b", "sbits_n"),
+        *("num_pages", "max_places", "max_rows", "num_queries", "stable_b", "sbits_n"),
         *("least", "most", "per_pair", "fewest", "share", "max_chunks"),
     ]
 )
 @no_type_check
 def attend_parts_kernel(
     q, k, v, keys, values, block_tables, lengths, cu_rows, cu_queries, ancestors, sums, tops, totals,
-    scale, num_pages, max_places, num_queries, least, most, per_pair, fewest, share, max_chunks,
+    scale, num_pages, max_places, max_rows, num_queries, least, most, per_pair, fewest, share, max_chunks,
     sq_n, sq_h, sq_e, sk_n, sk_h, sk_e, sv_n, sv_h, sv_e,
     skeys_x, skeys_m, skeys_h, skeys_e, svalues_x, svalues_m, svalues_h, svalues_e, stable_b, stable_x, sbits_n, sbits_w,
     HK: tl.constexpr, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr,
@@ -49,9 +49,9 @@ def attend_parts_kernel(
     i_head, i_seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.minimum(tl.load(lengths + i_seq).to(tl.int32), max_places)
     first_row = tl.load(cu_rows + i_seq)
-    num_rows = tl.load(cu_rows + i_seq + 1) - first_row
+    num_rows = tl.minimum(tl.load(cu_rows + i_seq + 1) - first_row, max_rows)
     first_query = tl.load(cu_queries + i_seq)
-    asking = tl.load(cu_queries + i_seq + 1) - first_query
+    asking = tl.minimum(tl.load(cu_queries + i_seq + 1) - first_query, num_rows)
     num_tiles = tl.cdiv(asking * G, BM)
     per_chunk = chunk_len(length, asking * G, least, most, per_pair, fewest, share, max_chunks)
     i_part = i_unit // tl.maximum(num_tiles, 1)
