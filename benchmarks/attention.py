@@ -36,21 +36,21 @@ COLD = 300 * 2**20
 
 # pairs, places, columns, num_warps, num_stages
 BLOCKS = [
-    Geometry(64, 64, 256, 8, 3),
-    Geometry(64, 64, 256, 4, 3),
-    Geometry(64, 64, 256, 4, 2),
-    Geometry(64, 32, 256, 4, 4),
-    Geometry(64, 32, 256, 8, 5),
-    Geometry(64, 64, 128, 4, 3),
-    Geometry(64, 64, 128, 8, 3),
-    Geometry(64, 64, 64, 4, 3),
-    Geometry(64, 64, 64, 8, 3),
-    Geometry(128, 64, 256, 8, 2),
-    Geometry(128, 32, 256, 8, 3),
-    Geometry(128, 32, 256, 8, 4),
-    Geometry(128, 64, 128, 8, 2),
+    Geometry(64, 32, 256, 4, 3),
+    Geometry(64, 32, 256, 4, 5),
+    Geometry(64, 32, 256, 4, 7),
+    Geometry(64, 32, 128, 4, 7),
+    Geometry(64, 32, 64, 4, 7),
+    Geometry(128, 32, 256, 8, 5),
+    Geometry(128, 32, 256, 8, 7),
+    Geometry(128, 32, 128, 8, 7),
 ]
-CHUNKINGS = [CHUNKING, Chunking(512, 16), Chunking(512, 32), Chunking(1024, 32), Chunking(2048, 16), Chunking(2048, 8)]
+CHUNKINGS = [
+    CHUNKING,
+    CHUNKING._replace(least=256),
+    CHUNKING._replace(least=512, per_pair=8),
+    CHUNKING._replace(most=2048, per_pair=8, fewest=8, share=2048),
+]
 SWEEP = list(itertools.product(BLOCKS, CHUNKINGS))
 
 

@@ -21,6 +21,8 @@ class Figures(NamedTuple):
     case: str
     arch: int
     shared: int
+    products: int
+    waits: int
 
 
 def compile_all() -> list[Figures]:
@@ -71,8 +73,9 @@ def main() -> None:
                 variant = (arch, kernel.fn.__name__, case[3:], *sorted(options.items()))
                 if variant not in seen:
                     seen.add(variant)
-                    shared = compile_launch(kernel, args, options, arch)["shared"]
-                    figures.append(Figures(kernel.fn.__name__, str(case), arch, shared))
+                    found = compile_launch(kernel, args, options, arch)
+                    products, waits = found["group_products"], found["group_waits"]
+                    figures.append(Figures(kernel.fn.__name__, str(case), arch, found["shared"], products, waits))
 
             kernels.launch = record
             steps(*case)

@@ -113,16 +113,25 @@ def _value(value: Any) -> Any:
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """Return (registers per thread, bytes of stack per thread; spilled registers lie there)."""
+    text = _dump(cubin, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def group_waits(cubin: bytes) -> int:
+    """Return how often a group of warps waits for its tensor-core products, as the code stands."""
+    return _dump(cubin, "-sass").count("WARPGROUP.DEPBAR")
+
+
+def _dump(cubin: bytes, what: str) -> str:
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ops.compiling import run_apart, usage
+from ops.compiling import group_waits, run_apart, usage
 
 
 def compile_all(cases: Sequence[dict]) -> list[dict]:
@@ -98,6 +98,7 @@ def compile_launch(kernel: Any, args: tuple, options: dict, arch: int) -> dict:
         "arch": arch,
         **figures,
         "group_products": result.asm["ptx"].count("wgmma.mma_async"),
+        "group_waits": group_waits(result.asm["cubin"]) if "wgmma" in result.asm["ptx"] else 0,
     }
 
 

@@ -90,8 +90,8 @@ def paged(
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Cut prefixes at 128 places, into at most 3 chunks, so that small problems have several."""
-    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(min_places=128, max_chunks=3))
+    """Cut prefixes into at most 3 chunks of 128 places or more, and in fewer where more rows ask."""
+    monkeypatch.setattr(geometry, "CHUNKING", geometry.Chunking(128, 256, 16, 1, 24, max_chunks=3))
 
 
 class TestVerify:
@@ -110,6 +110,13 @@ class TestVerify:
         """Fault F15: chunks of the prefix carry on each other's sums."""
         lengths = [1, 127, 128, 129, 255, 384, 385, 520]
         problem = paged(["root"] * len(lengths), lengths, heads=1, group=1, page=16)
+        close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
+
+    def test_many_rows_take_fewer_chunks(self, short_chunks):
+        """The kernel and the grid agree on how many there are."""
+        rng = np.random.default_rng(1)
+        tree = DraftTree([-1, *(int(rng.integers(0, row)) for row in range(1, 40))])
+        problem = paged([tree], [390], heads=1, group=1, page=16)
         close(problem.verify(), problem.verify("eager"), SHORT_SUM_FLOAT32)
 
     def test_trees_wider_than_a_tile(self):
@@ -153,6 +160,22 @@ class TestVerify:
             results.append(problem.verify())
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
+
+    def test_rows_past_the_bound_of_a_tree_are_left_out(self, short_chunks):
+        """A tree of more rows than fit asks for no more units than the grid has."""
+        problem = paged(["chain 11", "chain 3"], [300, 390], heads=1, group=1, page=16)
+        tables = problem.tree.tables
+        seq_of_row = tables.seq_of_row.clone()
+        seq_of_row[4:12] = -1
+        tables = tables._replace(seq_of_row=seq_of_row, max_rows=4)
+        scratch = attention.workspace(16, 1, 16, 390, device="cpu")
+        for part in scratch:
+            part.fill_(torch.nan)
+        call = (*problem[:3], problem.committed, tables)
+        got = attention.verify_paged(*call, scale=SCALE, backend="triton", scratch=scratch)
+        want = problem.verify("eager")
+        want[4:12] = 0.0
+        close(got, want, SHORT_SUM_FLOAT32)
 
     def test_inert_sequences_and_rows_are_zero(self):
         """Faults C01, C03, C04, C07 and C10: they are neither read nor left as they were."""
@@ -198,9 +221,12 @@ class TestVerify:
         tree = DraftTree.from_widths([3, 2])
         problem = paged([tree, "chain 3"], [9, 6], dim=dim, group=1)
         clean = problem.verify()
-        for rows, bad in ((problem.v, torch.nan), (problem.v, torch.inf), (problem.k, torch.nan)):
+        for rows, column, bad in (
+            *((problem.v, 0, torch.nan), (problem.v, -1, torch.nan), (problem.v, 0, torch.inf)),
+            *((problem.v, -1, -torch.inf), (problem.k, -1, torch.nan)),
+        ):
             kept = rows[2].clone()
-            rows[2, 0, -1] = bad
+            rows[2, 0, column] = bad
             got = problem.verify()
             rows[2] = kept
             sees = torch.from_numpy(tree.ancestors[:, 2].copy())
@@ -551,30 +577,61 @@ class TestGeometry:
     SMALL = geometry.Gpu(shared=99 * 1024, num_sms=84)
 
     def test_the_blocks_of_sums_depend_on_head_dim_dtype_and_gpu_alone(self):
+        """And a tile of the tree has one word of bits."""
         for gpu in (self.H200, self.SMALL):
             for dim in (64, 96, 128, 192, 256):
                 for dtype in geometry.DTYPES:
                     launches = [
-                        geometry.Launch(seqs, heads, pairs, parts, dim, dtype)
+                        geometry.Launch(seqs, heads, pairs, places, dim, dtype)
                         for seqs in (1, 8, 128)
                         for heads in (1, 2, 8)
                         for pairs in (1, 8, 65, 512, 1024)
-                        for parts in (1, 17)
+                        for places in (0, 1000, 100000)
                     ]
-                    assert len({geometry.geometry(launch, gpu).places for launch in launches}) == 1
+                    (places,) = {geometry.geometry(launch, gpu).places for launch in launches}
+                    assert 32 % places == 0
 
     def test_a_launch_fills_the_gpu_if_it_can(self):
-        small = geometry.geometry(geometry.Launch(1, 2, 32, 4, 256, torch.bfloat16), self.H200)
-        large = geometry.geometry(geometry.Launch(32, 2, 512, 16, 256, torch.bfloat16), self.H200)
-        assert (small.pairs, small.columns) == (64, 64)
+        small = geometry.geometry(geometry.Launch(1, 2, 32, 4112, 256, torch.bfloat16), self.H200)
+        large = geometry.geometry(geometry.Launch(32, 2, 512, 4160, 256, torch.bfloat16), self.H200)
+        assert (small.pairs, small.columns) == (64, 128)
         assert (large.pairs, large.columns) == (128, 256)
 
-    def test_chunks_cover_every_length(self):
+    def test_no_prefix_has_more_chunks_than_its_bound(self):
+        """Also where a longer one has fewer: 12,289 places beside 32 pairs fall into 25 chunks, 12,288 into 32."""
         chunking = geometry.CHUNKING
-        for length in (0, 1, 1023, 1024, 1025, 16384, 16385, 40000, 10**6):
-            share = math.ceil(math.ceil(length / chunking.max_chunks) / 128) * 128
-            needed = math.ceil(length / max(share, chunking.min_places))
-            assert needed < chunking.num_parts(length)
+        assert [math.ceil(length / chunking.chunk_len(length, 32)) for length in (12288, 12289)] == [32, 25]
+        for pairs in (1, 8, 32, 96, 97, 128, 256, 257, 1024):
+            most = 1
+            for length in (*range(1, 20000, 128), *range(128, 20000, 128), 40000, 10**6):
+                places = chunking.chunk_len(length, pairs)
+                assert places % geometry.GRAIN == 0
+                assert chunking.most_chunks(length, pairs) <= chunking.num_parts(length)
+            for length in range(128, 20000, 128):
+                most = max(most, *(math.ceil(n / chunking.chunk_len(n, pairs)) for n in (length - 127, length)))
+                assert most == chunking.most_chunks(length, pairs)
+
+    def test_a_grid_has_the_units_of_every_tree_size(self):
+        """A small tree has fewer tiles than the largest and more chunks."""
+        chunking = geometry.CHUNKING
+        for max_rows, group, places, pairs in (
+            (64, 8, 40000, 64),
+            (8, 16, 5000, 128),
+            (128, 1, 300, 16),
+            (16, 8, 0, 64),
+        ):
+            needed = [
+                math.ceil(rows * group / pairs) * chunking.most_chunks(places, rows * group)
+                for rows in range(1, max_rows + 1)
+            ]
+            assert geometry.num_units(max_rows, group, places, pairs, chunking) == max(needed)
+        assert geometry.num_units(0, 8, 1000, 64, chunking) == 0
+
+    def test_rows_are_loaded_as_widely_as_their_alignment_allows(self):
+        pool = torch.zeros(4, 3, 2, 24, dtype=torch.float16)
+        assert geometry.unit_of(pool, pool) == 8
+        assert geometry.unit_of(pool, pool[..., :20].contiguous()) == 4
+        assert geometry.unit_of(pool.float()) == 4
 
 
 def test_every_kernel_compiles_for_three_generations():
@@ -583,3 +640,7 @@ def test_every_kernel_compiles_for_three_generations():
     kernels = {"attend_parts_kernel", "merge_parts_kernel", "commit_rows_kernel", "compact_rows_kernel"}
     assert {(one.kernel, one.arch) for one in figures} == {(kernel, arch) for kernel in kernels for arch in SHARED}
     assert not [one for one in figures if one.shared > SHARED[one.arch]]
+    # Products that the compiler puts one after the other, for a move of a register of theirs, each have a wait.
+    grouped = [one for one in figures if one.products]
+    assert {one.kernel for one in grouped} == {"attend_parts_kernel"}
+    assert not [one for one in grouped if 2 * one.waits > one.products]

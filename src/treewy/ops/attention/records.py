@@ -38,7 +38,7 @@ class Paged(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Scratch of one `verify_paged`: partial results of each row's tree and of each chunk of its prefix.
+    """Scratch of one `verify_paged`: partial results of each row and chunk of its prefix, its tree with the first.
 
     Layers of a step may share one.
 

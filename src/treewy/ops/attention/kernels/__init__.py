@@ -1,7 +1,7 @@
 """Tree attention and its commits in Triton: nothing of trees, paths or lengths is known on the host.
 
-`verify_paged` runs two kernels: the parts of each row's softmax, which are its tree and the chunks of its prefix, then their
-merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
+`verify_paged` runs two kernels: the parts of each row's softmax, which are chunks of its prefix and, with the first, its tree,
+then their merge. The calls on plain pools are the same kernels on one page per slot, with lengths brought from the host.
 """
 
 import math
@@ -24,8 +24,8 @@ from treewy.ops.warmup import Facts
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Tensor
 
-# Query heads that one program of the merge takes.
-MERGED_AT_ONCE = 4
+# Parts that one step of the merge takes.
+MERGED_AT_ONCE = 8
 
 # Rows that a commit in place reads before it writes them.
 MOVED_AT_ONCE = 16
@@ -165,8 +165,8 @@ def _attend(
     _check_scratch(scratch, (num_parts, num_queries, num_heads), head_dim)
     # exp(x) = exp2(x * log2(e))
     scale = scale * math.log2(math.e)
-    _launch_parts(q, k, v, committed, tree, asking, scale, scratch, num_parts, page)
-    _launch_merge(scratch, asking, committed, scale, out, num_parts)
+    _launch_parts(q, k, v, committed, tree, asking, scale, scratch, page)
+    _launch_merge(scratch, asking, committed, tree.max_rows, k.shape[1], scale, out)
 
 
 def _launch_parts(
@@ -178,54 +178,62 @@ def _launch_parts(
     asking: _Asking,
     scale: float,
     scratch: Workspace,
-    num_parts: int,
     page: int,
 ) -> None:
     keys, values, table, lengths = committed
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     num_pairs = tree.max_rows * num_heads // num_kv_heads
-    made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, num_parts, head_dim, q.dtype)
+    made_for = shapes.Launch(tree.num_seqs, num_kv_heads, num_pairs, committed.max_places, head_dim, q.dtype)
     blocks, block = shapes.geometry(made_for, shapes.gpu_of(q.device)), shapes.block_of(head_dim)
-    num_tiles = -(-num_pairs // blocks.pairs) * (block // blocks.columns)
+    units = shapes.num_units(
+        tree.max_rows, num_heads // num_kv_heads, committed.max_places, blocks.pairs, shapes.CHUNKING
+    )
     launch(
         attend_parts_kernel,
-        (num_tiles, num_kv_heads * num_parts, tree.num_seqs if num_queries else 0),
+        (units * (block // blocks.columns), num_kv_heads, tree.num_seqs if num_queries else 0),
         *(q, k, v, keys, values, table, lengths, tree.cu_rows, asking.cu, tree.ancestors, *scratch),
-        *(scale, keys.shape[0], committed.max_places, num_queries, num_parts, *shapes.CHUNKING),
+        *(scale, keys.shape[0], committed.max_places, tree.max_rows, num_queries, *shapes.CHUNKING),
         *(*q.stride(), *k.stride(), *v.stride(), *keys.stride(), *values.stride(), *table.stride()),
         *tree.ancestors.stride(),
         HK=num_kv_heads,
         G=num_heads // num_kv_heads,
         E=head_dim,
         PAGE=page,
+        PIECE=min(page & -page, blocks.places) if page else blocks.places,
+        UNIT=shapes.unit_of(keys, values),
         BM=blocks.pairs,
         BN=blocks.places,
         BE=block,
         BV=blocks.columns,
         NV=block // blocks.columns,
+        NUM_STAGES=blocks.num_stages,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
     )
 
 
 def _launch_merge(
-    scratch: Workspace, asking: _Asking, committed: Paged, scale: float, out: Tensor, num_parts: int
+    scratch: Workspace,
+    asking: _Asking,
+    committed: Paged,
+    max_rows: int,
+    num_kv_heads: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
     num_queries, num_heads, head_dim = out.shape
-    heads_at_once = min(MERGED_AT_ONCE, 1 << (num_heads - 1).bit_length())
     launch(
         merge_parts_kernel,
-        (num_queries, -(-num_heads // heads_at_once)),
-        *(*scratch, asking.seq, committed.lengths, out, scale, committed.max_places, num_queries),
+        (num_queries, num_heads),
+        *(*scratch, asking.seq, asking.cu, committed.lengths, out, scale, committed.max_places, max_rows, num_queries),
         *(*shapes.CHUNKING, *out.stride()),
         HQ=num_heads,
+        G=num_heads // num_kv_heads,
         E=head_dim,
-        BH=heads_at_once,
+        BP=MERGED_AT_ONCE,
         BE=shapes.block_of(head_dim),
-        NUM_PARTS=num_parts,
-        num_warps=4,
+        num_warps=2,
     )
 
 

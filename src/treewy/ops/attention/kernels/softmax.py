@@ -22,9 +22,11 @@ def softmax_step(scores, top, total, acc, scale):
 
 @triton.jit
 @no_type_check
-def load_columns(p_rows, o_e, s_e, E: tl.constexpr, BE: tl.constexpr):
-    """Load columns of rows; without a mask where the head dim fills its block."""
+def load_columns(p_rows, there, o_e, s_e, E: tl.constexpr, BE: tl.constexpr, WHOLE: tl.constexpr):
+    """Load columns of rows; zeros for rows that are not there, unless all are: WHOLE."""
     p = p_rows[:, None] + o_e[None, :] * s_e
-    if E == BE:
+    if WHOLE and E == BE:
         return tl.load(p)
-    return tl.load(p, mask=(o_e < E)[None, :], other=0.0)
+    if WHOLE:
+        return tl.load(p, mask=(o_e < E)[None, :], other=0.0)
+    return tl.load(p, mask=there[:, None] & (o_e < E)[None, :], other=0.0)
