@@ -246,6 +246,20 @@ class TestWhatMustNotMatter:
         assert all(map(torch.equal, raw([plain.o, *plain.record]), raw([other.o, *other.record])))
         assert pool[1::2].isnan().all()
 
+    def test_histories_with_heads_first(self):
+        """A head's rows side by side, as a kernel that reads one head wants them: read, appended, folded, bit for bit."""
+        trees = [SCATTERED, DraftTree.chain(1), DraftTree.chain(3)]
+        plain, turned = (Stream(SMALL._replace(heads=2), 5, 8, dtype=torch.float32, backend="triton") for _ in range(2))
+        kept = turned.history
+        u, k = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (kept.u, kept.k))
+        turned.history = kept._replace(u=u, k=k)
+        for seed, (paths, fold) in enumerate(STEPS):
+            done = [one.step([3, -1, 0], trees, paths=paths, fold=fold, seed=seed)[0] for one in (plain, turned)]
+            assert all(map(torch.equal, raw([done[0].o, *done[0].record]), raw([done[1].o, *done[1].record])))
+            pairs = zip([plain.state, *plain.history], [turned.state, *turned.history], strict=True)
+            assert all(torch.equal(ours.nan_to_num(), theirs.nan_to_num()) for ours, theirs in pairs)
+        assert turned.history.u.stride(1) < turned.history.u.stride(2)
+
     def test_folds_into_a_swapped_state(self):
         state, record, slots, path = committed()
         plain, swapped = state.clone(), state.transpose(2, 3).clone().transpose(2, 3)

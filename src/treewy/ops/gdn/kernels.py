@@ -268,7 +268,8 @@ def _check(
         refuse_interpreted_bfloat16(pending.k)
     if history is not None:
         named = {f"history.{name}": part for name, part in zip(Record._fields, history[:4], strict=True)}
-        args.check_layout(named, 1)
+        args.check_layout({"history.u": history.u, "history.k": history.k}, 3)
+        args.check_layout({"history.decay_high": history.decay_high, "history.decay_low": history.decay_low}, 1)
         floats |= named
         refuse_interpreted_bfloat16(history.k)
         if pending is not None and pending.k.dtype != history.k.dtype:

@@ -118,6 +118,10 @@ class Past(NamedTuple):
     k_slot: Stride
     high_slot: Stride
     low_slot: Stride
+    u_row: Stride
+    u_head: Stride
+    k_row: Stride
+    k_head: Stride
 
 
 def rows_args(x: Projections) -> Rows:
@@ -144,7 +148,8 @@ def record_args(record: Record) -> Kept:
 
 def history_args(history: History) -> Past:
     """Return a history as the kernel takes it."""
-    return Past(*history, *(part.stride(0) for part in history[:4]))
+    slots = (part.stride(0) for part in history[:4])
+    return Past(*history, *slots, *history.u.stride()[1:3], *history.k.stride()[1:3])
 
 
 def check_layout(named: Mapping[str, Tensor | None], leading: int) -> None:

@@ -86,7 +86,7 @@ def pseudo_values(past, tile, at, o_v, size):
     b_u = tl.zeros([BH, size.BV], dtype=tl.float32)
     m_v = (o_v < size.V)[None, :]
     if history is not None:
-        p_u = history.u + i_slot * history.u_slot + (o_j * size.HV + i_hv)[:, None] * size.V + o_v[None, :]
+        p_u = history.u + i_slot * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
         b_u += tl.load(p_u, mask=m_past[:, None] & m_v, other=0.0).to(tl.float32)
     if record is not None:
         p_u = record.u + rows[:, None] * record.u_row + i_hv * size.V + o_v[None, :]
@@ -103,7 +103,7 @@ def keys(past, tile, at, i_k, size):
     i_slot, i_h = at[1], at[2]
     o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
     if history is not None:
-        p_k = history.k + i_slot * history.k_slot + (o_j * size.H + i_h)[:, None] * size.K + o_k
+        p_k = history.k + i_slot * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
         b_k = tl.load(p_k, mask=m_past[:, None], other=0.0)
         if record is not None:
             p_k = record.k + rows[:, None] * record.k_row + i_h * size.K + o_k
@@ -129,9 +129,9 @@ def append(past, newest, at, count, o_v, leads, size):
     first = num_kept
     while first < num_kept + num_accepted:
         o_j, _, rows, m_path = tile_of(first, past, at, count)
-        m_u, o_u = m_path[:, None] & m_v, i_hv * size.V + o_v[None, :]
-        b_u = tl.load(record.u + rows[:, None] * record.u_row + o_u, mask=m_u, other=0.0)
-        p_u = history.u + i_slot * history.u_slot + o_j[:, None] * (size.HV * size.V) + o_u
+        m_u = m_path[:, None] & m_v
+        b_u = tl.load(record.u + rows[:, None] * record.u_row + i_hv * size.V + o_v[None, :], mask=m_u, other=0.0)
+        p_u = history.u + i_slot * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
         tl.store(p_u, b_u.to(history.u.dtype.element_ty), mask=m_u)
         m_key, m_decay, o_decay = (m_path & leads[0])[:, None], m_path & leads[1], o_j * size.HV + i_hv
         high = tl.load(record.high + rows * record.high_row + i_hv, mask=m_decay, other=0.0).to(tl.float32)
@@ -141,8 +141,8 @@ def append(past, newest, at, count, o_v, leads, size):
         tl.store(history.high + i_slot * history.high_slot + o_decay, high, mask=m_decay)
         tl.store(history.low + i_slot * history.low_slot + o_decay, low, mask=m_decay)
         for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
-            o_k = (tl.arange(0, size.BK) + i_k * size.BK + i_h * size.K)[None, :]
-            b_k = tl.load(record.k + rows[:, None] * record.k_row + o_k, mask=m_key, other=0.0)
-            p_k = history.k + i_slot * history.k_slot + o_j[:, None] * (size.H * size.K) + o_k
+            o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
+            b_k = tl.load(record.k + rows[:, None] * record.k_row + i_h * size.K + o_k, mask=m_key, other=0.0)
+            p_k = history.k + i_slot * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
             tl.store(p_k, b_k.to(history.k.dtype.element_ty), mask=m_key)
         first += BH
