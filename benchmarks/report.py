@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,25 @@ def _engine_line(name: str, x: dict[str, Any]) -> str:
 
 def _ops_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     """Return the kernels that are held against something; what was not timed stands below with its reason."""
-    from treewy.bench.ops.report import COLUMNS, notes, table_rows, title_of
+    from treewy.bench.ops.report import COLUMNS, STAGE_COLUMNS, notes, stage_rows, table_rows, title_of
 
     title = f"Kernels, {title_of(first)} ({_command(first['environment'])}). Times are microseconds of one layer."
     remark = f" Here {first['remark']}." if "remark" in first else ""
-    header = f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|\n"
     judged = [line for line in lines if line["bars"] or line["us"] is None]
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table_rows(judged))
-    folded = f"<details><summary>{len(judged)} rows</summary>\n\n{header}{rows}\n</details>\n\n"
-    return f"{title}{remark}\n\n{folded}" + "".join(f"- {note}\n" for note in notes(lines))
+    folded = f"<details><summary>{len(judged)} rows</summary>\n\n{_head(COLUMNS)}{rows}\n</details>\n\n"
+    staged = "".join(f"| {' | '.join(cells)} |\n" for cells in stage_rows(lines))
+    if staged:
+        staged = (
+            f"By stages: the state's products, and what each further stage adds.\n\n{_head(STAGE_COLUMNS)}{staged}\n"
+        )
+    if not judged:
+        folded = ""
+    return f"{title}{remark}\n\n{folded}{staged}" + "".join(f"- {note}\n" for note in notes(lines)) + "\n"
+
+
+def _head(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|\n"
 
 
 def _attention_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from treewy.bench.ops.measure import Result, Verdict
 from treewy.bench.ops.plotting import Panel, load_pyplot, panels, plot
-from treewy.bench.ops.report import notes, print_table, table_rows
+from treewy.bench.ops.report import notes, print_table, stage_rows, table_rows
 from treewy.bench.timing import Spread
 from treewy.errors import BackendError
 
@@ -128,3 +128,26 @@ def test_the_table_of_the_readme(tmp_path, monkeypatch):
     )
     assert "| row | problem | who |" in table
     assert "not importable" in table
+
+
+STAGED = [
+    line("state", [20.0], shape="chain8", row="stages"),
+    line("state+gram", [23.0], shape="chain8", row="stages", note="gram adds 3.0 us, binds"),
+    line("state+gram+solve", [24.0], shape="chain8", row="stages", note="solve adds 1.0 us"),
+    line("state+gram+solve+output", [24.5], shape="chain8", row="stages", note="output adds 0.5 us"),
+    line("state+gram+solve+output", [18.0], row="stages", note="all at once"),
+]
+
+
+def test_stages_are_a_table_of_their_own(capsys):
+    """What each stage adds, and which of them bind; nothing of it in the other table or in the notes."""
+    assert stage_rows([*LINES, *STAGED]) == [
+        ["ring chain8 B8 bf16", "20.0", "3.0", "1.0", "0.5", "24.5", "gram"],
+        ["ring chain4 B8 bf16", "", "", "", "", "18.0", "all at once"],
+    ]
+    assert table_rows(LINES + STAGED) == table_rows(LINES)
+    assert notes(LINES + STAGED) == notes(LINES)
+    print_table(HEADER, LINES + STAGED)
+    assert "binds" in capsys.readouterr().out
+    print_table(HEADER, LINES)
+    assert "binds" not in capsys.readouterr().out

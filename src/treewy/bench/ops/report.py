@@ -1,10 +1,12 @@
 """Results as a table for people."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COLUMNS = ("row", "problem", "who", "us (range)", "MiB/seq", "% floor", "x", "of", "bar")
 LEFT = 3
+STAGE_COLUMNS = ("problem", "state", "gram", "solve", "output", "whole", "binds")
 STATES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -16,12 +18,40 @@ def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """
     rows = []
     for line in lines:
+        if _is_staged(line):
+            continue
         first = [line["row"], problem_of(line["case"]), line["name"], _figure(line), _memory(line["bytes_per_seq"])]
         first.append(_share(line["share_of_floor"]))
         compared = _comparisons(line)
         rows.append([*first, *compared[0]])
         rows += [[""] * len(first) + more for more in compared[1:]]
     return rows
+
+
+def stage_rows(lines: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return, for every problem that was timed by stages, the time of the first and what each further one adds, in us.
+
+    A kernel that cannot be cut up at some size has its whole time alone, and the reason instead of what binds.
+    """
+    problems: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if _is_staged(line):
+            problems.setdefault(problem_of(line["case"]), []).append(line)
+    return [[problem, *_stages(timed)] for problem, timed in problems.items()]
+
+
+def _stages(timed: Sequence[Mapping[str, Any]]) -> list[str]:
+    medians = [line["us"]["median"] for line in timed]
+    whole = f"{medians[-1]:.1f}"
+    if len(timed) == 1:
+        return ["", "", "", "", whole, timed[0]["note"]]
+    added = [f"{later - before:.1f}" for before, later in itertools.pairwise(medians)]
+    binds = [line["name"].rpartition("+")[2] for line in timed if (line["note"] or "").endswith("binds")]
+    return [f"{medians[0]:.1f}", *added, whole, ", ".join(binds)]
+
+
+def _is_staged(line: Mapping[str, Any]) -> bool:
+    return line["row"] == "stages" and line["us"] is not None
 
 
 def problem_of(case: Mapping[str, Any]) -> str:
@@ -47,21 +77,29 @@ def print_table(header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False, title=title_of(header), title_justify="left")
-    for place, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if place < LEFT or column in ("of", "bar") else "right", no_wrap=True)
-    for cells in table_rows(lines):
-        table.add_row(*cells)
-    # As wide as its figures whatever the window: a number that is cut off is another number.
-    console = Console(highlight=False, width=Console(width=1000).measure(table).maximum)
-    console.print(table)
+    title = title_of(header)
+    kinds = ((COLUMNS, LEFT, ("of", "bar"), table_rows(lines)), (STAGE_COLUMNS, 1, ("binds",), stage_rows(lines)))
+    for columns, num_left, left, rows in kinds:
+        if not rows and columns is STAGE_COLUMNS:
+            continue
+        table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="left" if place < num_left or column in left else "right", no_wrap=True)
+        for cells in rows:
+            table.add_row(*cells)
+        # As wide as its figures whatever the window: a number that is cut off is another number.
+        console = Console(highlight=False, width=Console(width=1000).measure(table).maximum)
+        console.print(table)
+        title = "Stages of a launch, microseconds: the state's products, and what each further stage adds"
+    console = Console(highlight=False)
     for note in notes(lines):
         console.print(note, soft_wrap=True, markup=False)
 
 
 def notes(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what lines say beside their figures, each once."""
-    return list(dict.fromkeys(f"{line['row']}, {line['name']}: {line['note']}" for line in lines if line["note"]))
+    """Return what lines say beside their figures, each once; of stages, the table says it."""
+    said = (line for line in lines if line["note"] and not _is_staged(line))
+    return list(dict.fromkeys(f"{line['row']}, {line['name']}: {line['note']}" for line in said))
 
 
 def _figure(line: Mapping[str, Any]) -> str:
