@@ -169,6 +169,28 @@ class TestVerify:
         assert torch.equal(got, want)
         assert buffer.isnan().sum() == buffer.numel() - got.numel()
 
+    @every_backend
+    def test_out_over_what_is_read_is_refused(self, backend):
+        """In place, a row further, a column further, or in the pool; beside x in one table is fine."""
+        x, weight, bias, window, slots, tree = narrow([SHAPES["chain 11"]])
+        rows, channels = x.shape
+        flat = torch.zeros(2 * x.numel() + 3 * window.numel(), device=DEVICE)
+        x = flat[: x.numel()].view(x.shape).copy_(x)
+        pool = flat[2 * x.numel() :][: window.numel()].view(window.shape).copy_(window)
+        want, before = conv.verify(x, weight, bias, pool, slots, tree, backend=backend), flat.clone()
+        for start in (0, 1, channels, (rows - 1) * channels, x.numel() + 1):
+            out = flat[start : start + x.numel()].view(x.shape)
+            with pytest.raises(ShapeError, match="must not overlap"):
+                conv.verify(x, weight, bias, pool, slots, tree, out=out, backend=backend)
+        assert torch.equal(flat, before)
+        behind = flat[x.numel() : 2 * x.numel()].view(x.shape)
+        assert torch.equal(conv.verify(x, weight, bias, pool, slots, tree, out=behind, backend=backend), want)
+        table = torch.cat([x, x], dim=1)
+        beside = table[:, channels:]
+        conv.verify(table[:, :channels], weight, bias, pool, slots, tree, out=beside, backend=backend)
+        assert torch.equal(beside, want)
+        assert torch.equal(table[:, :channels], x)
+
     def test_columns_that_lie_apart(self):
         x, *others = narrow(BATCH)
         assert torch.equal(verify(x.T.contiguous().T, *others), verify(x, *others))

@@ -50,7 +50,11 @@ def check_apart(
 
 
 def _span(name: str, x: Tensor, is_written: bool) -> _Span:
-    first, size, strides = x.data_ptr(), x.element_size(), x.stride()
+    first = x.data_ptr()
+    if x.is_contiguous():
+        size = x.nbytes
+        return _Span(first, first + size, size // x.shape[0], size // x.shape[0], name, is_written)
+    size, strides = x.element_size(), x.stride()
     row_len = size * (1 + sum((length - 1) * stride for length, stride in zip(x.shape[1:], strides[1:], strict=True)))
     row_stride = size * strides[0]
     return _Span(first, first + (x.shape[0] - 1) * row_stride + row_len, row_stride, row_len, name, is_written)

@@ -6,6 +6,7 @@ import torch
 
 from treewy.errors import ShapeError, UnsupportedError
 from treewy.ops.dispatch import Implementations, select
+from treewy.ops.memory import check_apart
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Float, Int, Tensor
 
@@ -42,13 +43,13 @@ def verify(
         slots: Pool slot of each sequence; -1 makes its rows inert.
         tree: The packed trees. With tables the kernels are safe in a CUDA graph.
         activation: None or "silu".
-        out: Buffer to write into, apart from x; default: a fresh one with the dtype of x.
+        out: Buffer to write into, apart from x and all else; default: a fresh one with the dtype of x.
         backend: "eager" (default), "reference" or "triton". Kernels read operands of any strides; weights whose taps lie
             far apart, `weight.T.contiguous().T`, are quickest. Slots are checked on the host, but not by kernels that are
             given tables: to them a slot outside the pool is inert.
 
     Raises:
-        ShapeError: operands do not fit the tree or the window.
+        ShapeError: operands do not fit the tree or the window, or `out` overlaps one.
         CapacityError: a slot is out of range or taken twice.
         UnsupportedError: an activation, or a dtype or width of the kernels, that there is not.
 
@@ -57,9 +58,13 @@ def verify(
     _check(x, weight, bias, window, slots, tree)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"The activation must be one of {ACTIVATIONS}; got {activation!r}. Apply it outside.")
-    out = torch.empty_like(x) if out is None else out
-    if out.shape != x.shape:
+    if out is None:
+        out = torch.empty_like(x)
+    elif out.shape != x.shape:
         raise ShapeError(f"out must be {tuple(x.shape)}, as x is; got {tuple(out.shape)}. Make it for this many rows.")
+    else:
+        others = {"x": x, "weight": weight, "window": window} | ({} if bias is None else {"bias": bias})
+        check_apart({"out": out}, others)
     _implementation("conv.verify", backend).verify(x, weight, bias, window, slots, tree, activation, out)
     return out
 
