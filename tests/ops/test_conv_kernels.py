@@ -358,6 +358,33 @@ class TestCommit:
         commit(window, slots, x, path)
         assert torch.equal(window[0], torch.stack([x[0], old[0, 1], x[4]]))
 
+    @pytest.mark.parametrize("backend", ["eager", "reference"])
+    @pytest.mark.parametrize("layers", [False, True])
+    @pytest.mark.parametrize(
+        ("row", "length", "said"),
+        [
+            (-1, 3, "has -1"),
+            (9, 3, r"must lie in 0\.\.8"),
+            (2**30, 2, "has 1073741824"),
+            (0, 4, "of 4"),
+            (0, -1, "of -1"),
+        ],
+    )
+    def test_rows_that_there_are_not_are_refused_where_the_host_can_tell(self, row, length, said, layers, backend):
+        """Nothing is written then; and of a sequence on no slot, or past a path, nothing is looked at."""
+        x, _, _, window, _, tree = narrow([SHAPES["scattered"], SHAPES["chain 3"]])
+        if layers:
+            x, window = x.expand(2, -1, -1), window.expand(2, -1, -1, -1).clone()
+        path, old = pack_paths(tree, [[0, 3, 4], [0]]).tables, window.clone()
+        path.rows[0, 1], path.lengths[0], path.rows[1, 1:] = row, length, 2**30
+        slots = torch.tensor([0, 1], device=DEVICE)
+        with pytest.raises(ShapeError, match=said):
+            conv.commit(window, slots, x, path, backend=backend)
+        assert torch.equal(window, old)
+        conv.commit(window, torch.tensor([-1, 1], device=DEVICE), x, path, backend=backend)
+        assert torch.equal(window[..., 0, :, :], old[..., 0, :, :])
+        assert torch.equal(window[..., 1, -1, :], x[..., 5, :])
+
     @every_backend
     def test_all_layers_at_once(self, backend):
         x, _, _, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5)
@@ -403,6 +430,8 @@ class TestCommit:
         for pool, at, rows in cases:
             with pytest.raises(ShapeError, match="got"):
                 conv.commit(pool, at, rows, path, backend=backend)
+        with pytest.raises(ShapeError, match="A path must be"):
+            conv.commit(window, slots, x, path._replace(rows=path.rows[:2]), backend=backend)
 
 
 def test_what_the_kernels_lack_is_refused():

@@ -270,6 +270,27 @@ class TestRefusals:
         with pytest.raises(ShapeError):
             gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior._replace(**change))
 
+    @both_backends
+    @pytest.mark.parametrize("with_history", [False, True])
+    @pytest.mark.parametrize(
+        ("row", "length", "said"),
+        [(-1, 2, "has -1"), (8, 2, r"must lie in 0\.\.7"), (0, 4, "length of 4"), (0, -1, "length of -1")],
+    )
+    def test_rows_that_a_record_lacks(self, row, length, said, with_history, backend):
+        """Nothing is written then; the path of a sequence on no slot is not looked at."""
+        x, state, tree = operands()
+        record = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables).record
+        history = empty_history(state, 1, 8) if with_history else None
+        path = paths_of(tree.starts, [[0, 3], [0]], 3)
+        path.rows[0, 1], path.lengths[0] = row, length
+        prior = gdn.Prior(history, record, path, torch.zeros(2))
+        before = raw([state, *(history or ())])
+        with pytest.raises(ShapeError, match=said):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior, backend=backend)
+        assert all(map(torch.equal, before, raw([state, *(history or ())])))
+        gdn.commit_verify(x, state, torch.tensor([-1, 1]), tree.tables, prior=prior, backend=backend)
+        assert torch.equal(state[0].view(torch.uint8), before[0][0])
+
     def test_a_history_without_room(self):
         """Nothing is written, not even for the sequence that has room."""
         x, state, tree = operands()

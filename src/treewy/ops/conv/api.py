@@ -7,6 +7,7 @@ import torch
 from treewy.errors import ShapeError, UnsupportedError
 from treewy.ops.dispatch import Implementations, select
 from treewy.ops.memory import check_apart
+from treewy.ops.paths import check_path_shape
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Float, Int, Tensor
 
@@ -111,11 +112,12 @@ def commit(
         window: Pool of windows. A first axis of layers moves those of all layers, in one launch of the kernel.
         slots: Pool slot of each sequence, no slot twice; -1 makes it inert. Checked as in `verify`.
         x: The inputs that were verified, of each layer.
-        path: The accepted rows. With tables the kernel is safe in a CUDA graph.
+        path: The accepted rows. With tables the kernel is safe in a CUDA graph, and leaves a place as it was for a row that
+            x lacks.
         backend: "eager" (default), "reference" or "triton".
 
     Raises:
-        ShapeError: operands do not fit the window or the path.
+        ShapeError: operands do not fit the window or the path; a path has a row that x lacks (eager, reference).
         CapacityError: a slot is out of range or taken twice.
         UnsupportedError: a dtype or width that the kernel does not have.
     """
@@ -157,6 +159,8 @@ def _check_commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath | P
             f"{tuple(window.shape)}; got {tuple(x.shape)}. Keep the step's conv inputs until commit."
         )
     _check_slots_shape(slots, len(path.lengths))
+    if isinstance(path, PathTables):
+        check_path_shape(path, len(path.lengths))
 
 
 def _check_slots_shape(slots: Tensor, num_seqs: int) -> None:

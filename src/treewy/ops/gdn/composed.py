@@ -8,6 +8,7 @@ from treewy.errors import CapacityError
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.gdn.gates import L2_EPS, finish_gates, l2_normalise, scale_queries
 from treewy.ops.gdn.records import History, Prior, Projections, Record, Verified
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots, gather_slots
 from treewy.packed import PackedTree, TreeTables, pack
 from treewy.shapes import Float, Int, Tensor
@@ -75,6 +76,9 @@ def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num
         own.new_zeros(*size, value_heads, dtype=torch.float64),
         torch.zeros(batch, dtype=torch.int64, device=own.device),
     )
+    if path is not None and record is not None:
+        num_rows = record.u.shape[0]
+        check_path_rows(path, [(0, num_rows) if slot >= 0 else None for slot in slots.tolist()])
     kept = [0] * batch if history is None else gather_slots(history.lengths, slots).tolist()
     accepted = [0] * batch if path is None else path.lengths.tolist()
     for seq, slot in enumerate(slots.tolist()):

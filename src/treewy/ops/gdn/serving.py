@@ -8,6 +8,7 @@ from treewy.ops.gdn import composed
 from treewy.ops.gdn.checks import check_history, check_record, check_state
 from treewy.ops.gdn.records import Prior, Projections, Record, Verified
 from treewy.ops.memory import check_apart
+from treewy.ops.paths import check_path_shape
 from treewy.packed import TreeTables
 from treewy.shapes import Float, Int, Tensor
 
@@ -51,15 +52,16 @@ def commit_verify(
             is bfloat16 and `exact` is not set.
         backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
             and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot
-            check slots, which lie on the device: to them a slot outside the pool is inert, and of a path that its history
-            has no room for nothing is appended.
+            check slots, which lie on the device: to them a slot outside the pool is inert, of a path that its history
+            has no room for nothing is appended, and rows of a path are not checked.
 
     Returns:
         `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;
         its log decays count from the newest prior row. It is unspecified on inert rows.
 
     Raises:
-        ShapeError: operands do not fit each other.
+        ShapeError: operands do not fit each other, or buffers overlap; a path has a row that its record lacks (eager,
+            reference).
         CapacityError: a slot is out of range or taken twice, or a history has no room for its path (eager, reference).
 
     Source: eqs. 1, 2, 5-8 and 13-15 of docs/theory.md.
@@ -154,11 +156,7 @@ def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> 
         check_history(prior.history, tuple(state.shape), num_heads)
     if prior.record is not None and prior.path is not None:
         check_record(prior.record, tuple(state.shape), num_heads, prior.record.u.shape[0])
-        if prior.path.rows.ndim != 2 or prior.path.rows.shape[:1] != batch or tuple(prior.path.lengths.shape) != batch:
-            raise ShapeError(
-                f"A path must be [B, P] rows and [B] lengths for {batch[0]} sequences; got {tuple(prior.path.rows.shape)} "
-                f"and {tuple(prior.path.lengths.shape)}. Pass the paths of the same sequences, in the same order."
-            )
+        check_path_shape(prior.path, batch[0])
 
 
 def _check_out(out: Verified, x: Projections, state: Tensor) -> None:
