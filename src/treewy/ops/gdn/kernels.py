@@ -189,6 +189,7 @@ def _step(
         prior.held,
         len(slots),
         0 if tree is None else tree.num_rows,
+        0 if tree is None else tree.max_rows,
         state.shape[0],
         0 if tree is None else tree.ancestors.shape[1],
         0 if path is None else path.rows.shape[1],

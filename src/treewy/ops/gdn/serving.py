@@ -41,8 +41,9 @@ def commit_verify(
         x: The rows as convolution and projections leave them.
         state: Pool of committed states.
         slots: Pool slot of each sequence, no slot twice; -1 makes its rows inert: zeros out, nothing read or written.
-        tree: The trees. Rows past them are inert. A sequence may have no rows: then its prior rows are committed and that
-            is all.
+        tree: The trees. Rows before the first and after the last are inert, and so are a tree's rows from place `max_rows`
+            on and what `tree.tables` found to be no tree: zeros out. A sequence may have no rows: then its prior rows are
+            committed and that is all.
         prior: Committed rows that the state lacks; None if it lacks none. `prior.record` must not be `out.record`: a
             caller alternates two. Nothing of it may overlap `out`, a history or the state.
         exact: Whether products, solve and record keep float32's accuracy. If not, a kernel may run products in bfloat16
