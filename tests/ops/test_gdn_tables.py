@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ops.checks import assert_close
-from ops.serving import Stream
+from ops.rings import empty_history
+from ops.serving import Stream, paths_of
 from ops.test_gdn_kernels import SCATTERED, SMALL, problem, raw
 from tolerances import KERNEL_TWIN
 from treewy.ops import gdn
@@ -77,6 +78,26 @@ def test_rows_past_the_bound_of_a_tree(made, num_rows, backend):
     assert torch.equal(got.o[few], want.o)
     assert (got.o[3:num_rows] == 0).all()
     assert same_record(got, few, want)
+
+
+@pytest.mark.parametrize("row", [-1, 7, 2**30, -(2**31)])
+@pytest.mark.parametrize(("fold", "capacity"), [(1, 0), (0, 4), (1, 4)])
+def test_kernels_read_no_row_past_a_record(row, fold, capacity):
+    """It counts for the nearest that there is; the memory on both sides is another's."""
+    trees = [SCATTERED, DraftTree.chain(1)]
+    x, state = problem(trees)
+    tables = pack(trees).tables
+    record = step(x, state, [2, 0], tables, "triton").record
+    memory = [framed(part, 3, 3) for part in record]
+    results = []
+    for last, rows in ((row, gdn.Record(*(part[3:10] for part in memory))), (0 if row < 0 else 6, record)):
+        history = empty_history(state, 1, capacity) if capacity else None
+        prior = gdn.Prior(
+            history, rows, paths_of([0, 5], [[0, last], [0]], 2), torch.tensor([fold, 0], dtype=torch.int32)
+        )
+        pool = state.clone()
+        results.append(raw([step(x, pool, [2, 0], tables, "triton", prior).o, pool, *(history or ())]))
+    assert all(map(torch.equal, *results))
 
 
 @every_backend

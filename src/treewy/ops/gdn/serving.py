@@ -54,7 +54,7 @@ def commit_verify(
         backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
             and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot
             check slots, which lie on the device: to them a slot outside the pool is inert, of a path that its history
-            has no room for nothing is appended, and rows of a path are not checked.
+            has no room for nothing is appended, and a row that the record lacks counts for one that it has.
 
     Returns:
         `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;

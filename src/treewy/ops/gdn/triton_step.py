@@ -18,7 +18,16 @@ L2_EPS = tl.constexpr(1e-6)
 
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "max_rows", "num_slots", "num_words", "path_width", "capacity"],
+    do_not_specialize=[
+        "num_seqs",
+        "num_rows",
+        "max_rows",
+        "num_slots",
+        "num_words",
+        "path_width",
+        "capacity",
+        "num_record_rows",
+    ],
     do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold", "held"],
 )
 @no_type_check
@@ -42,6 +51,7 @@ def gdn_step(
     num_slots,
     num_words,
     path_width,
+    num_record_rows,
     capacity,
     size,
 ):
@@ -56,7 +66,7 @@ def gdn_step(
     i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
     live = (i_slot >= 0) & (i_slot < num_slots)
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
-    past = history, pending, (path_rows, path_lengths, path_width)
+    past = history, pending, (path_rows, path_lengths, path_width, num_record_rows)
     if x is None:
         if live:
             commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size)
