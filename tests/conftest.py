@@ -8,12 +8,10 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from ops import typecheck
-from ops.interpreter import allow_loaded_loop_bounds
 
 # Before the first import of triton: where there is no GPU, kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    allow_loaded_loop_bounds()
 
 pytest.register_assert_rewrite("ops.problems", "ops.checks")
 

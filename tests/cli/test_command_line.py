@@ -304,6 +304,13 @@ def test_doctor_needs_no_gpu_and_no_interpreter() -> None:
     assert not [check for check in report["checks"] if "triton" in check["name"] or "cuda" in check["name"]]
 
 
+def test_doctor_in_the_interpreter_of_a_fresh_process() -> None:
+    """Nothing that tests set up is there to help."""
+    done = run_process("doctor", "--json", env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert {words["triton"] for words in json.loads(done.stdout)["ops"].values()} == {"works"}
+
+
 @pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
 @pytest.mark.parametrize("fault", ["it raises", "it is wrong", "it is not a number"])
 def test_doctor_fails_where_a_backend_does(

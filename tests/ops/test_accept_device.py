@@ -7,7 +7,7 @@ import torch
 from ops import drafted
 from ops.compiling import Case, compile_all
 from treewy import accept as rules
-from treewy.errors import BackendError, ShapeError, TreeError, UnsupportedError
+from treewy.errors import BackendError, RequestError, ShapeError, TreeError, UnsupportedError
 from treewy.ops import accept, tree
 from treewy.ops.accept import Ending, kernels
 from treewy.ops.launch import LAUNCHES
@@ -465,6 +465,52 @@ def test_views():
     assert_same(view.greedy(backend="triton"), batch.greedy())
     with pytest.raises(ShapeError, match="logits must lie side by side"):
         batch._replace(logits=batch.logits.T.contiguous().T).greedy(backend="triton")
+
+
+IN_RANGE = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# A value out of range, and the one that kernels take it for.
+OUT_OF_RANGE = [
+    ("temperature", -1.0, 0.0), ("temperature", torch.nan, 0.0), ("temperature", torch.inf, 1e9),
+    ("top_k", -1, 0), ("top_k", -(2**40), 0),
+    ("top_p", 0.0, 1e-9), ("top_p", -0.5, 1e-9), ("top_p", torch.nan, 1.0),
+    ("min_p", 2.0, 1.0), ("min_p", torch.inf, 1.0), ("min_p", -0.5, 0.0), ("min_p", torch.nan, 0.0),
+]  # fmt: skip
+TAKEN_FOR = [*OUT_OF_RANGE, ("top_p", 1.5, 1.0), ("top_p", torch.inf, 1.0), ("top_k", 2**32 + 1, 0)]
+
+
+def with_laws(batch: drafted.Drafted, name: str, value: float, *, only: int | None = None) -> drafted.Drafted:
+    """Return the batch with one value of every law, or of one sequence's, set; the others are in range."""
+    columns = {}
+    for field, usual in IN_RANGE.items():
+        dtype = torch.int64 if field == "top_k" else torch.float64
+        columns[field] = torch.full((batch.tree.num_seqs,), usual, dtype=dtype)
+        if field == name:
+            columns[field][slice(None) if only is None else only] = value
+    return batch._replace(laws=accept.RequestLaws(**columns))
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize(("name", "value", "_"), OUT_OF_RANGE)
+def test_a_law_out_of_range_is_refused_on_the_host(backend, name, value, _):
+    """One check for both; what is on no slot is not looked at, and the rest of a greedy law has no effect."""
+    batch = drafted.make(4, num_seqs=2, vocab=20)
+    wrong = with_laws(batch._replace(slots=int32([0, 1])), name, value, only=1)
+    with pytest.raises(RequestError, match="got"):
+        wrong.sampled(backend=backend)
+    assert int(wrong._replace(slots=int32([0, -1])).sampled(backend=backend).endings[1]) == Ending.NOTHING
+    if name != "temperature":
+        cold = wrong._replace(laws=wrong.laws._replace(temperature=torch.zeros(2)))
+        assert_same(cold.sampled(backend=backend), cold.greedy(backend=backend))
+
+
+@pytest.mark.parametrize(("name", "value", "taken_for"), TAKEN_FOR)
+@pytest.mark.usefixtures("small_blocks")
+def test_kernels_take_a_law_out_of_range_for_the_nearest(name, value, taken_for):
+    for seed in range(3):
+        batch = drafted.make(seed, num_seqs=3, vocab=20)
+        got = with_laws(batch, name, value).sampled(backend="triton")
+        assert_same(got, with_laws(batch, name, taken_for).sampled(backend="reference"))
+        assert int(got.lengths.sum()) > 0
 
 
 def test_what_does_not_fit_is_refused():

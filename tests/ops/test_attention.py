@@ -12,7 +12,7 @@ from ops.problems import SHAPES, trees
 from tolerances import EXACT, SHORT_SUM_BFLOAT16, SHORT_SUM_FLOAT32
 from treewy.errors import CapacityError, ShapeError
 from treewy.ops import attention
-from treewy.packed import PackedTree, pack, pack_paths
+from treewy.packed import PackedTree, PathTables, pack, pack_paths
 from treewy.tree import DraftTree
 
 both_backends = pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -321,6 +321,67 @@ class TestCommit:
                 pack_paths(problem.tree, [[0], [0]]),
                 backend=backend,
             )
+
+
+def pages_for_two(seed=0):
+    """Return pages with 3 and 2 committed places, rows of trees of 5 and 3 rows, and those trees' tables."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 4, 4, 1, 2, generator=generator)
+    table, lengths = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+    k, v = torch.randn(2, 8, 1, 2, generator=generator)
+    tree = pack([DraftTree([-1, 0, 0, 0, 3]), DraftTree.chain(2)])
+    return attention.Paged(keys, values, table, lengths), k, v, tree
+
+
+@both_backends
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(
+    ("row", "length", "said"),
+    [
+        (-1, 2, "has -1"),
+        (8, 2, "has 8 among"),
+        (2**30, 2, "has 1073741824"),
+        (0, 4, "length of 4"),
+        (0, -1, "length of -1"),
+    ],
+)
+def test_path_rows_that_there_are_not_are_refused(row, length, said, compact, backend):
+    """Nothing is written then; and of an inert sequence, or past a path, nothing is looked at."""
+    committed, k, v, tree = pages_for_two()
+    path = PathTables(torch.tensor([[0, row, 9], [5, -7, 99]], dtype=torch.int32), torch.tensor([length, 1]).int())
+    before = [pool.clone() for pool in committed[:2]]
+
+    def commit(pages):
+        if compact:
+            attention.compact_paged(pages, tree.tables, path, backend=backend)
+        else:
+            attention.commit_paged(pages, k, v, path, backend=backend)
+
+    with pytest.raises(ShapeError, match=said):
+        commit(committed)
+    assert all(map(torch.equal, before, committed[:2]))
+    commit(committed._replace(lengths=torch.tensor([-1, 2], dtype=torch.int32)))
+    assert torch.equal(committed.keys[:2], before[0][:2])
+
+
+@both_backends
+def test_a_row_of_another_tree_is_no_place_of_this_one(backend):
+    committed, _, _, tree = pages_for_two()
+    for rows in ([[0, 5], [5, 6]], [[0, 1], [5, 4]]):
+        path = PathTables(torch.tensor(rows, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32))
+        with pytest.raises(ShapeError, match=r"must lie in (0\.\.4|5\.\.7)"):
+            attention.compact_paged(committed, tree.tables, path, backend=backend)
+
+
+def test_path_tables_of_other_sequences_are_refused():
+    committed, k, v, tree = pages_for_two()
+    path = PathTables(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    for call in (
+        lambda: attention.commit_paged(committed, k, v, path),
+        lambda: attention.compact_paged(committed, tree.tables, path),
+    ):
+        with pytest.raises(ShapeError, match="A path must be"):
+            call()
 
 
 def test_refusals():

@@ -169,6 +169,28 @@ class TestVerify:
         assert torch.equal(got, want)
         assert buffer.isnan().sum() == buffer.numel() - got.numel()
 
+    @every_backend
+    def test_out_over_what_is_read_is_refused(self, backend):
+        """In place, a row further, a column further, or in the pool; beside x in one table is fine."""
+        x, weight, bias, window, slots, tree = narrow([SHAPES["chain 11"]])
+        rows, channels = x.shape
+        flat = torch.zeros(2 * x.numel() + 3 * window.numel(), device=DEVICE)
+        x = flat[: x.numel()].view(x.shape).copy_(x)
+        pool = flat[2 * x.numel() :][: window.numel()].view(window.shape).copy_(window)
+        want, before = conv.verify(x, weight, bias, pool, slots, tree, backend=backend), flat.clone()
+        for start in (0, 1, channels, (rows - 1) * channels, x.numel() + 1):
+            out = flat[start : start + x.numel()].view(x.shape)
+            with pytest.raises(ShapeError, match="must not overlap"):
+                conv.verify(x, weight, bias, pool, slots, tree, out=out, backend=backend)
+        assert torch.equal(flat, before)
+        behind = flat[x.numel() : 2 * x.numel()].view(x.shape)
+        assert torch.equal(conv.verify(x, weight, bias, pool, slots, tree, out=behind, backend=backend), want)
+        table = torch.cat([x, x], dim=1)
+        beside = table[:, channels:]
+        conv.verify(table[:, :channels], weight, bias, pool, slots, tree, out=beside, backend=backend)
+        assert torch.equal(beside, want)
+        assert torch.equal(table[:, :channels], x)
+
     def test_columns_that_lie_apart(self):
         x, *others = narrow(BATCH)
         assert torch.equal(verify(x.T.contiguous().T, *others), verify(x, *others))
@@ -336,6 +358,33 @@ class TestCommit:
         commit(window, slots, x, path)
         assert torch.equal(window[0], torch.stack([x[0], old[0, 1], x[4]]))
 
+    @pytest.mark.parametrize("backend", ["eager", "reference"])
+    @pytest.mark.parametrize("layers", [False, True])
+    @pytest.mark.parametrize(
+        ("row", "length", "said"),
+        [
+            (-1, 3, "has -1"),
+            (9, 3, r"must lie in 0\.\.8"),
+            (2**30, 2, "has 1073741824"),
+            (0, 4, "of 4"),
+            (0, -1, "of -1"),
+        ],
+    )
+    def test_rows_that_there_are_not_are_refused_where_the_host_can_tell(self, row, length, said, layers, backend):
+        """Nothing is written then; and of a sequence on no slot, or past a path, nothing is looked at."""
+        x, _, _, window, _, tree = narrow([SHAPES["scattered"], SHAPES["chain 3"]])
+        if layers:
+            x, window = x.expand(2, -1, -1), window.expand(2, -1, -1, -1).clone()
+        path, old = pack_paths(tree, [[0, 3, 4], [0]]).tables, window.clone()
+        path.rows[0, 1], path.lengths[0], path.rows[1, 1:] = row, length, 2**30
+        slots = torch.tensor([0, 1], device=DEVICE)
+        with pytest.raises(ShapeError, match=said):
+            conv.commit(window, slots, x, path, backend=backend)
+        assert torch.equal(window, old)
+        conv.commit(window, torch.tensor([-1, 1], device=DEVICE), x, path, backend=backend)
+        assert torch.equal(window[..., 0, :, :], old[..., 0, :, :])
+        assert torch.equal(window[..., 1, -1, :], x[..., 5, :])
+
     @every_backend
     def test_all_layers_at_once(self, backend):
         x, _, _, window, slots, tree = narrow(BATCH, slots=[3, -1, 1], num_slots=5)
@@ -381,6 +430,8 @@ class TestCommit:
         for pool, at, rows in cases:
             with pytest.raises(ShapeError, match="got"):
                 conv.commit(pool, at, rows, path, backend=backend)
+        with pytest.raises(ShapeError, match="A path must be"):
+            conv.commit(window, slots, x, path._replace(rows=path.rows[:2]), backend=backend)
 
 
 def test_what_the_kernels_lack_is_refused():

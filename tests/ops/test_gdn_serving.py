@@ -139,6 +139,14 @@ def test_a_sequence_without_rows_is_committed(backend):
     assert_close(after.o, gdn.verify(*finished(x), want, slots[1:], tree).o.numpy(), EXACT)
 
 
+def prior_and_out(x, state, tree):
+    """Return what a step of the operands leaves pending beside an empty history, folded now, and buffers for another."""
+    record = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables).record
+    prior = gdn.Prior(empty_history(state, 1, 8), record, pack_paths(tree, [[0], [0]]).tables, torch.ones(2))
+    empty = gdn.Record(*(torch.zeros_like(part) for part in record))
+    return prior, gdn.Verified(torch.zeros_like(x.v), empty)
+
+
 class TestBuffers:
     def test_out_is_filled(self):
         x, state, tree = operands(dtype=torch.float32)
@@ -165,8 +173,75 @@ class TestBuffers:
         x, state, tree = operands()
         out = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables)
         prior = gdn.Prior(None, out.record, pack_paths(tree, [[0], []]).tables, torch.ones(2))
-        with pytest.raises(ShapeError, match="Alternate two"):
+        with pytest.raises(ShapeError, match="alternate two"):
             gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior, out=out)
+
+    @pytest.mark.parametrize("name", gdn.Record._fields)
+    @pytest.mark.parametrize("other", ["prior.record", "history", "state", "out.o", "x.v"])
+    def test_buffers_that_overlap_are_refused(self, name, other):
+        """One row further into the memory of what the step reads or writes as well."""
+        x, state, tree = operands()
+        slots = torch.tensor([0, 1])
+        prior, out = prior_and_out(x, state, tree)
+        memory = {
+            "prior.record": getattr(prior.record, name),
+            "history": getattr(prior.history, name),
+            "state": state,
+            "out.o": out.o,
+            "x.v": x.v,
+        }[other]
+        mine = getattr(out.record, name)
+        around = torch.zeros(memory.numel() + mine.numel(), dtype=torch.float64)
+        theirs = around[: memory.numel()].view(memory.shape).copy_(memory)
+        start = memory.stride(0)
+        mine = around[start : start + mine.numel()].view(mine.shape)
+        out = out._replace(record=out.record._replace(**{name: mine}))
+        if other == "prior.record":
+            prior = prior._replace(record=prior.record._replace(**{name: theirs}))
+        elif other == "history":
+            prior = prior._replace(history=prior.history._replace(**{name: theirs}))
+        elif other == "out.o":
+            out = out._replace(o=theirs)
+        x, state = (x._replace(v=theirs) if other == "x.v" else x), (theirs if other == "state" else state)
+        before = raw([around])
+        with pytest.raises(ShapeError, match=rf"must not overlap.*out\.record\.{name}"):
+            gdn.commit_verify(x, state, slots, tree.tables, prior=prior, out=out)
+        assert torch.equal(*before, *raw([around]))
+
+    def test_a_history_that_overlaps_the_record_is_refused(self):
+        x, state, tree = operands()
+        prior, _ = prior_and_out(x, state, tree)
+        around = torch.zeros(prior.history.u.numel() + prior.record.u.numel(), dtype=torch.float64)
+        start = prior.history.u.numel() - 1
+        u = around[: start + 1].view(prior.history.u.shape), around[start:-1].view(prior.record.u.shape)
+        prior = prior._replace(history=prior.history._replace(u=u[0]), record=prior.record._replace(u=u[1]))
+        with pytest.raises(ShapeError, match=r"history\.u.*prior\.record\.u"):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior)
+
+    def test_buffers_side_by_side_are_not(self):
+        """Two records in one allocation, one behind the other or row by row; keys that stay where they are."""
+        x, state, tree = operands()
+        slots, rows = torch.tensor([0, 1]), tree.num_rows
+        prior, out = prior_and_out(x, state, tree)
+        want = gdn.commit_verify(x, state.clone(), slots, tree.tables, prior=prior)
+        for axis in (0, 1):
+            both = [torch.stack([old, torch.full_like(old, torch.nan)], dim=axis) for old in prior.record]
+            ours = gdn.Record(*(part.select(axis, 1) for part in both))
+            theirs = gdn.Record(*(part.select(axis, 0) for part in both))
+            fused = torch.cat([x.q.flatten(1), x.k.flatten(1), x.v.flatten(1)], dim=1)
+            q, k, v = (
+                part.unflatten(1, whole.shape[1:])
+                for part, whole in zip(fused.split([4, 4, 6], dim=1), (x.q, x.k, x.v), strict=True)
+            )
+            buffers = out._replace(record=ours._replace(k=k))
+            here = prior._replace(record=theirs)
+            got = gdn.commit_verify(
+                x._replace(q=q, k=k, v=v), state.clone(), slots, tree.tables, prior=here, out=buffers
+            )
+            assert got.record.u.shape[0] == rows
+            assert torch.equal(got.o, want.o)
+            assert torch.equal(got.record.u, want.record.u)
+            assert torch.equal(got.record.k, x.k)
 
 
 class TestRefusals:
@@ -194,6 +269,27 @@ class TestRefusals:
             change = {"history": empty_history(state[1:], 1, 4)}
         with pytest.raises(ShapeError):
             gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior._replace(**change))
+
+    @both_backends
+    @pytest.mark.parametrize("with_history", [False, True])
+    @pytest.mark.parametrize(
+        ("row", "length", "said"),
+        [(-1, 2, "has -1"), (8, 2, r"must lie in 0\.\.7"), (0, 4, "length of 4"), (0, -1, "length of -1")],
+    )
+    def test_rows_that_a_record_lacks(self, row, length, said, with_history, backend):
+        """Nothing is written then; the path of a sequence on no slot is not looked at."""
+        x, state, tree = operands()
+        record = gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables).record
+        history = empty_history(state, 1, 8) if with_history else None
+        path = paths_of(tree.starts, [[0, 3], [0]], 3)
+        path.rows[0, 1], path.lengths[0] = row, length
+        prior = gdn.Prior(history, record, path, torch.zeros(2))
+        before = raw([state, *(history or ())])
+        with pytest.raises(ShapeError, match=said):
+            gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior, backend=backend)
+        assert all(map(torch.equal, before, raw([state, *(history or ())])))
+        gdn.commit_verify(x, state, torch.tensor([-1, 1]), tree.tables, prior=prior, backend=backend)
+        assert torch.equal(state[0].view(torch.uint8), before[0][0])
 
     def test_a_history_without_room(self):
         """Nothing is written, not even for the sequence that has room."""

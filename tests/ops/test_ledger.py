@@ -107,6 +107,14 @@ def test_refusals(backend, monkeypatch):
     ):
         with pytest.raises(ShapeError, match="one entry per sequence, 2; got shape"):
             call()
+    table, paths = ints([[0, 1], [1, 0]]), ints([[1, 1], [1, 1]], torch.int32)
+    for held, at, path in ((lengths, table, paths), (table, slots, paths[0]), (lengths, slots[0], paths[0, 0])):
+        for call in (
+            lambda: ledger.choose_folds(held, at, path, 8, backend=backend),  # noqa: B023, called at once
+            lambda: ledger.settle(held, at, path, path, backend=backend),  # noqa: B023
+        ):
+            with pytest.raises(ShapeError, match="Pass one axis of each"):
+                call()
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,8 @@ def test_an_inert_row_has_no_path(backend):
     assert (out.rows.tolist(), out.lengths.tolist()) == ([[0, 1, 6], [6, 6, 6]], [2, 0])
 
 
-def test_what_does_not_fit_is_refused():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_does_not_fit_is_refused(backend):
     parents, cu_rows = int32([-1, 0]), int32([0, 2])
     with pytest.raises(ShapeError, match=r"at least 0.*max_rows=-1"):
         tree.empty(1, 2, -1)
@@ -176,6 +177,10 @@ def test_what_does_not_fit_is_refused():
         tree.tables(parents, cu_rows, max_rows=2, out=tree.empty(1, 2, 3))
     with pytest.raises(ShapeError, match="faults must be"):
         tree.tables(parents, cu_rows, max_rows=2, faults=int32([0, 0]))
+    for faults in (torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)[::2]):
+        count = faults.shape[0]
+        with pytest.raises(ShapeError, match="faults must be contiguous int32"):
+            tree.tables(int32([-1] * count), int32(range(count + 1)), max_rows=1, faults=faults, backend=backend)
     strided = tree.empty(1, 2, 2)._replace(depth=torch.zeros(4, dtype=torch.int32)[::2])
     with pytest.raises(ShapeError, match="depth must be contiguous int32"):
         tree.tables(parents, cu_rows, max_rows=2, out=strided)

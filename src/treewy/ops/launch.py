@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with torch.cuda.device(first.device):
             kernel[grid](*args, **options)
     else:
+        _allow_loaded_loop_bounds()
         kernel[grid](*args, **options)
+
+
+@cache
+def _allow_loaded_loop_bounds() -> None:
+    """Let interpreted kernels loop to a bound that they loaded: the interpreter holds scalars in arrays of one element.
+
+    It makes an integer of one with `int(array)`, which NumPy 2.4 refuses for arrays that are not 0-dimensional.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def name_of(kernel: Any) -> str:

@@ -145,7 +145,7 @@ def sampled(
         tables: The trees.
         tokens: Draft token of each row. Siblings in the order in which they were drawn.
         logits: The target's. Of rows that are not on the way nothing is read.
-        laws: How each sequence samples.
+        laws: How each sequence samples; `RequestLaws` says what becomes of values out of range.
         uniforms: Numbers in [0, 1), float32 or float64; at least `max_rows` per sequence.
         drawn: The laws of drawn children; None: all were chosen.
         slots: Pool slot of each sequence; a negative one gets an empty path.
@@ -157,6 +157,7 @@ def sampled(
 
     Raises:
         ShapeError: operands do not fit each other.
+        RequestError: a value of a law is out of range (eager and reference).
         UnsupportedError: kernels know no such dtype.
 
     Source: eqs. 20-23 of docs/theory.md.

@@ -31,9 +31,12 @@ def accept_sampled_kernel(
     is_going = is_going & (room > 0)
     heat = tl.load(temperature + i_b).to(tl.float64)
     is_drawing = heat > 0
-    per_unit = 1.0 / tl.where(is_drawing, heat, 1.0)
-    num_top = tl.load(top_k + i_b).to(tl.int32)
+    # From 1e30 on every token weighs 1, and its inverse is still a float32: -inf times 0 would be NaN.
+    per_unit = 1.0 / tl.where(is_drawing, tl.minimum(heat, 1e30), 1.0)
+    # Out of range counts as the nearest that is not, as `RequestLaws` says; 64 bits do not wrap.
+    num_top = tl.minimum(tl.maximum(tl.load(top_k + i_b).to(tl.int64), 0), V).to(tl.int32)
     nucleus, floor = tl.load(top_p + i_b).to(tl.float64), tl.load(min_p + i_b).to(tl.float64)
+    floor = tl.where(floor > 0, tl.where(floor < 1, floor, 1.0), 0.0)
     p_uniform = uniforms + i_b.to(tl.int64) * uniforms_stride
     p_notes = notes + i_b.to(tl.int64) * max_rows * 3
     at, length, taken = 0, 0, 0

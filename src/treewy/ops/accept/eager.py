@@ -82,6 +82,5 @@ def sampled(
     host.sampled(tables, tokens, logits, laws, uniforms, drawn, slots, out, _law, choices_of)
 
 
-def _law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
-    law = Law(temperature=temperature, top_k=top_k, top_p=min(top_p, 1.0), min_p=min_p)
+def _law(logits: Tensor, law: Law) -> Array:
     return law.probabilities(logits[None])[0].cpu().numpy()

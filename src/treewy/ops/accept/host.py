@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 from treewy.accept import Accepted, Choice, choose_sampled, walk, walk_choices
-from treewy.ops.accept.records import NO_TOKEN, AcceptedTables, DrawnLaws, Ending, RequestLaws
+from treewy.ops.accept.records import NO_TOKEN, AcceptedTables, DrawnLaws, Ending, RequestLaws, host_law
 from treewy.packed import TreeTables
-from treewy.sampling import draw
+from treewy.sampling import Law, draw
 from treewy.shapes import Array, Tensor
 from treewy.tree import DraftTree
 
-# From a row's logits and a request's temperature, top_k, top_p and min_p to its law, float64; NaN if they say nothing.
-LawOf = Callable[[Tensor, float, int, float, float], Array]
+# From a row's logits and how a request samples to the row's law, float64; NaN if they say nothing.
+LawOf = Callable[[Tensor, Law], Array]
 
 
 class Numbers:
@@ -85,17 +85,19 @@ def sampled(
     choices_of: Callable[[Tensor], Tensor],
 ) -> None:
     """Walk a batch by `accept.choose_sampled`, with laws of rows on the way only."""
-    columns = list(zip(*(field.tolist() for field in laws), strict=True))
+    live = [True] * tables.num_seqs if slots is None else (slots >= 0).tolist()
+    columns = zip(*(field.tolist() for field in laws), strict=True)
+    known = [host_law(*values) if is_live else None for is_live, values in zip(live, columns, strict=True)]
 
     def one(seq: int, given: Given) -> Walked:
-        temperature, *rest = columns[seq]
-        if not temperature > 0:
+        law = known[seq]
+        if law is None:
             return greedy_walk(choices_of(logits), given)
         coin, taken = Numbers(uniforms[seq].tolist()), []
 
         def choose(row: int) -> Choice:
             packed = given.rows[row]
-            target = law_of(logits[packed], temperature, *rest)
+            target = law_of(logits[packed], law)
             if np.isnan(target).any():
                 return Choice(NO_TOKEN, None)
             choice = choose_sampled(given.tree, row, target, _drawn_from(drawn, packed), coin)

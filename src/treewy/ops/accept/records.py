@@ -56,11 +56,17 @@ class AcceptedTables(NamedTuple):
 class RequestLaws(NamedTuple):
     """How each sequence samples: `sampling.Law`, of a batch, so that one captured graph serves every mix.
 
+    Eager and reference refuse values out of range, by `host_law`. Kernels cannot, and cut them to the range: what follows
+    in brackets.
+
     Attributes:
-        temperature: Divides the logits. Where it is not above 0 the sequence decodes greedily and takes no number.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the most likely tokens until their probability reaches this; from 1 on all.
-        min_p: Keep tokens at least this times as likely as the most likely one; 0 keeps all.
+        temperature: Divides the logits. Where it is 0 (or below, or NaN) the sequence decodes greedily and takes no number,
+            and the rest has no effect. (Infinity: all tokens alike that have a finite logit.)
+        top_k: Keep the k most likely tokens; 0 (or below) keeps all.
+        top_p: Keep the most likely tokens until their probability reaches this; from 1 on (or NaN) all. (From 0 down: the
+            most likely one.)
+        min_p: Keep tokens at least this times as likely as the most likely one; 0 (or below, or NaN) keeps all. (Above 1: as
+            1, the most likely one.)
     """
 
     temperature: Float[Tensor, "B"]
@@ -79,6 +85,17 @@ class DrawnLaws(NamedTuple):
 
     laws: Float[Tensor, "num_laws vocab"]
     law_of_row: Int[Tensor, "N"]
+
+
+def host_law(temperature: float, top_k: int, top_p: float, min_p: float) -> Law | None:
+    """Return the law that one sequence's values stand for, None for greedy decoding.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    if temperature == 0:
+        return None
+    return Law(temperature=temperature, top_k=top_k, top_p=1.0 if top_p > 1 else top_p, min_p=min_p)
 
 
 @lasting

@@ -7,6 +7,7 @@ from treewy.ops.accept import host
 from treewy.ops.accept.host import uniforms
 from treewy.ops.accept.records import NO_TOKEN, AcceptedTables, DrawnLaws, RequestLaws
 from treewy.packed import TreeTables
+from treewy.sampling import Law
 from treewy.shapes import Array, Tensor
 
 __all__ = ["choices", "sampled", "uniforms", "walk_choices"]
@@ -54,20 +55,20 @@ def _is_live(tables: TreeTables | None, slots: Tensor | None, row: int) -> bool:
     return seq >= 0 and (slots is None or int(slots[seq]) >= 0)
 
 
-def _law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
+def _law(logits: Tensor, law: Law) -> Array:
     """Sort the tokens, and keep the first so many by each rule in turn; tokens as likely as the last of them stay."""
     values = logits.double().cpu().numpy()
     if not np.isfinite(values.max()):
         return np.full_like(values, np.nan)
-    p = np.exp((values - values.max()) / temperature)
+    p = np.exp((values - values.max()) / law.temperature)
     p = p / p.sum()
-    if 0 < top_k < len(p):
-        p = _kept(p, np.sort(p)[::-1][top_k - 1])
-    if top_p < 1:
+    if 0 < law.top_k < len(p):
+        p = _kept(p, np.sort(p)[::-1][law.top_k - 1])
+    if law.top_p < 1:
         ordered = np.sort(p)[::-1]
-        reached = np.flatnonzero(np.cumsum(ordered) >= top_p)
+        reached = np.flatnonzero(np.cumsum(ordered) >= law.top_p)
         p = _kept(p, float(ordered[reached[0]]) if len(reached) else 0.0)
-    return _kept(p, min_p * p.max())
+    return _kept(p, law.min_p * p.max())
 
 
 def _kept(p: Array, floor: float) -> Array:

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from treewy.ops.attention.records import Paged, Workspace, check_places
+from treewy.ops.attention.records import Paged, Workspace, check_places, row_spans
 from treewy.ops.dispatch import compute_dtype
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots
 from treewy.packed import WORD, PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Bool, Float, Tensor, lasting
@@ -84,6 +85,7 @@ def verify_paged(
 
 def commit_paged(committed: Paged, k: Tensor, v: Tensor, path: PathTables) -> None:
     """See `paged.commit_paged`."""
+    check_path_rows(path, [(0, len(k)) if length >= 0 else None for length in committed.lengths.tolist()])
     for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
         if length >= 0 and added:
             rows = path.rows[seq, :added].long()
@@ -93,6 +95,7 @@ def commit_paged(committed: Paged, k: Tensor, v: Tensor, path: PathTables) -> No
 def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
     """See `paged.compact_paged`."""
     starts = tree.cu_rows.tolist()
+    check_path_rows(path, row_spans(committed, starts))
     for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
         if length >= 0 and added:
             pages, places = check_places(committed, seq, length, length + starts[seq + 1] - starts[seq])

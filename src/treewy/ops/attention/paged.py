@@ -5,6 +5,7 @@ import torch
 from treewy.errors import ShapeError
 from treewy.ops.attention.api import implementation
 from treewy.ops.attention.records import Paged, Workspace
+from treewy.ops.paths import check_path_shape
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Float, Tensor
 
@@ -101,11 +102,11 @@ def commit_paged(
     that does not exist; eager and reference refuse.
 
     Raises:
-        ShapeError: operands do not fit each other.
+        ShapeError: operands do not fit each other; a path has a row that k lacks (eager and reference).
         CapacityError: a path passes the end of its table (eager and reference).
     """
     check_committed(committed, k, v)
-    _check_sequences(committed, path.lengths.shape[0], "path")
+    check_path_shape(path, committed.lengths.shape[0])
     implementation("attention.commit_paged", backend).commit_paged(committed, k, v, path)
 
 
@@ -116,12 +117,12 @@ def compact_paged(committed: Paged, tree: TreeTables, path: PathTables, *, backe
     `commit_paged` would have written them; what lies behind them is left as it is, and is committed no more.
 
     Raises:
-        ShapeError: operands do not fit each other.
+        ShapeError: operands do not fit each other; a path has a row that its tree lacks (eager and reference).
         CapacityError: a tree passes the end of its table (eager and reference).
     """
     _check_pools(committed)
     _check_sequences(committed, tree.num_seqs, "tree")
-    _check_sequences(committed, path.lengths.shape[0], "path")
+    check_path_shape(path, committed.lengths.shape[0])
     implementation("attention.compact_paged", backend).compact_paged(committed, tree, path)
 
 

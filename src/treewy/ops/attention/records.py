@@ -1,5 +1,7 @@
 """What tree attention on pages passes around."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -51,6 +53,12 @@ class Workspace(NamedTuple):
     sums: Float[Tensor, "parts N HQ E"]
     tops: Float[Tensor, "parts N HQ"]
     totals: Float[Tensor, "parts N HQ"]
+
+
+def row_spans(committed: Paged, starts: Sequence[int]) -> list[tuple[int, int] | None]:
+    """Return where each sequence's tree starts and ends among the rows; None where the sequence is inert."""
+    pairs = zip(pairwise(starts), committed.lengths.tolist(), strict=True)
+    return [span if length >= 0 else None for span, length in pairs]
 
 
 def check_places(committed: Paged, seq: int, start: int, stop: int) -> tuple[Int[Tensor, "P"], Int[Tensor, "P"]]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treewy.ops.attention.records import Paged, check_places
+from treewy.ops.attention.records import Paged, check_places, row_spans
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.tree import DraftTree
@@ -59,6 +60,7 @@ def verify_paged(q, k, v, committed: Paged, tree: TreeTables, scale: float, out,
 
 def commit_paged(committed: Paged, k, v, path: PathTables) -> None:
     """See `paged.commit_paged`."""
+    check_path_rows(path, [(0, len(k)) if length >= 0 else None for length in committed.lengths.tolist()])
     for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
         if length >= 0:
             pages, places = (x.tolist() for x in check_places(committed, seq, length, length + added))
@@ -69,6 +71,7 @@ def commit_paged(committed: Paged, k, v, path: PathTables) -> None:
 
 def compact_paged(committed: Paged, tree: TreeTables, path: PathTables) -> None:
     """See `paged.compact_paged`."""
+    check_path_rows(path, row_spans(committed, tree.cu_rows.tolist()))
     for seq, (length, added) in enumerate(zip(committed.lengths.tolist(), path.lengths.tolist(), strict=True)):
         start, stop = tree.cu_rows[seq : seq + 2].tolist()
         if length >= 0:

@@ -6,6 +6,8 @@ import torch
 
 from treewy.errors import ShapeError, UnsupportedError
 from treewy.ops.dispatch import Implementations, select
+from treewy.ops.memory import check_apart
+from treewy.ops.paths import check_path_shape
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Float, Int, Tensor
 
@@ -42,13 +44,13 @@ def verify(
         slots: Pool slot of each sequence; -1 makes its rows inert.
         tree: The packed trees. With tables the kernels are safe in a CUDA graph.
         activation: None or "silu".
-        out: Buffer to write into, apart from x; default: a fresh one with the dtype of x.
+        out: Buffer to write into, apart from x and all else; default: a fresh one with the dtype of x.
         backend: "eager" (default), "reference" or "triton". Kernels read operands of any strides; weights whose taps lie
             far apart, `weight.T.contiguous().T`, are quickest. Slots are checked on the host, but not by kernels that are
             given tables: to them a slot outside the pool is inert.
 
     Raises:
-        ShapeError: operands do not fit the tree or the window.
+        ShapeError: operands do not fit the tree or the window, or `out` overlaps one.
         CapacityError: a slot is out of range or taken twice.
         UnsupportedError: an activation, or a dtype or width of the kernels, that there is not.
 
@@ -57,9 +59,13 @@ def verify(
     _check(x, weight, bias, window, slots, tree)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"The activation must be one of {ACTIVATIONS}; got {activation!r}. Apply it outside.")
-    out = torch.empty_like(x) if out is None else out
-    if out.shape != x.shape:
+    if out is None:
+        out = torch.empty_like(x)
+    elif out.shape != x.shape:
         raise ShapeError(f"out must be {tuple(x.shape)}, as x is; got {tuple(out.shape)}. Make it for this many rows.")
+    else:
+        others = {"x": x, "weight": weight, "window": window} | ({} if bias is None else {"bias": bias})
+        check_apart({"out": out}, others)
     _implementation("conv.verify", backend).verify(x, weight, bias, window, slots, tree, activation, out)
     return out
 
@@ -106,11 +112,12 @@ def commit(
         window: Pool of windows. A first axis of layers moves those of all layers, in one launch of the kernel.
         slots: Pool slot of each sequence, no slot twice; -1 makes it inert. Checked as in `verify`.
         x: The inputs that were verified, of each layer.
-        path: The accepted rows. With tables the kernel is safe in a CUDA graph.
+        path: The accepted rows. With tables the kernel is safe in a CUDA graph, and leaves a place as it was for a row that
+            x lacks.
         backend: "eager" (default), "reference" or "triton".
 
     Raises:
-        ShapeError: operands do not fit the window or the path.
+        ShapeError: operands do not fit the window or the path; a path has a row that x lacks (eager, reference).
         CapacityError: a slot is out of range or taken twice.
         UnsupportedError: a dtype or width that the kernel does not have.
     """
@@ -152,6 +159,8 @@ def _check_commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath | P
             f"{tuple(window.shape)}; got {tuple(x.shape)}. Keep the step's conv inputs until commit."
         )
     _check_slots_shape(slots, len(path.lengths))
+    if isinstance(path, PathTables):
+        check_path_shape(path, len(path.lengths))
 
 
 def _check_slots_shape(slots: Tensor, num_seqs: int) -> None:

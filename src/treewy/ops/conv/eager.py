@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from treewy.ops.dispatch import compute_dtype
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots, gather_slots, kept, live_rows, written, zero_inert
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.shapes import Int, Tensor
@@ -48,8 +49,10 @@ def commit(window: Tensor, slots: Tensor, x: Tensor, path: PackedPath | PathTabl
         targets, live = written(slots, path, all_live=all_live)
         newest = kept(path.newest_inputs(width), live)
     else:
+        check_path_rows(path, [(0, len(x)) if slot >= 0 else None for slot in slots.tolist()])
         live = (slots >= 0) & (path.lengths > 0)
-        targets, newest = slots.long()[live], _newest_inputs(path, x.shape[0], width)[live]
+        read = path._replace(lengths=torch.where(live, path.lengths, 0))  # others' may be anything
+        targets, newest = slots.long()[live], _newest_inputs(read, x.shape[0], width)[live]
     if len(targets):
         window.index_copy_(0, targets, _inputs(x, window, slots, all_live)[newest].to(window.dtype))
 

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots
 from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
 from treewy.tree import DraftTree
@@ -35,6 +36,7 @@ def commit(window: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, path: Pac
     """See `api.commit`."""
     check_slots(slots, window.shape[-3])
     tables = path.tables if isinstance(path, PackedPath) else path
+    check_path_rows(tables, [(0, x.shape[-2]) if slot >= 0 else None for slot in slots.tolist()])
     for seq, (slot, length) in enumerate(zip(slots.tolist(), tables.lengths.tolist(), strict=True)):
         if length and slot >= 0:
             rows = tables.rows[seq, :length].long()

@@ -1,5 +1,6 @@
 """The serving entry as its definition: the finished ops of an implementation, one after the other, checked on the host."""
 
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -7,9 +8,10 @@ import torch
 from treewy.errors import CapacityError
 from treewy.ops.dispatch import compute_dtype
 from treewy.ops.gdn.gates import L2_EPS, finish_gates, l2_normalise, scale_queries
-from treewy.ops.gdn.records import History, Prior, Projections, Record, Verified
+from treewy.ops.gdn.records import History, Prior, Projections, Verified
+from treewy.ops.paths import check_path_rows
 from treewy.ops.slots import check_slots, gather_slots
-from treewy.packed import PackedTree, TreeTables, pack
+from treewy.packed import WORD, PackedTree, TreeTables, pack
 from treewy.shapes import Float, Int, Tensor
 from treewy.tree import DraftTree
 
@@ -34,16 +36,15 @@ def commit_verify(
             _append(prior.history, slots, before, ~folds)
         ops.fold(own, torch.where(folds, seqs, -1), before)
         state[slots[folds].long()] = own[folds]
-    packed, drawn = packed_tree(tree)
-    g, beta = finish_gates(x.a, x.b, x.a_log, x.dt_bias, beta_scale=x.beta_scale)
-    o, record = ops.verify(
-        scale_queries(x.q), l2_normalise(x.k), x.v, g, beta, own, seqs[drawn], packed, out.o.dtype, before
-    )
-    out.o.copy_(o)
-    inverse_norm = inverse_norms(x.k).repeat_interleave(x.v.shape[1] // x.k.shape[1], dim=1)
+    packed, drawn, rows = packed_trees(tree)
+    q, k, v, a, b = (part[rows] for part in x[:5])
+    g, beta = finish_gates(a, b, x.a_log, x.dt_bias, beta_scale=x.beta_scale)
+    o, record = ops.verify(scale_queries(q), l2_normalise(k), v, g, beta, own, seqs[drawn], packed, out.o.dtype, before)
+    inverse_norm = inverse_norms(k).repeat_interleave(v.shape[1] // k.shape[1], dim=1)
     u = record.u * inverse_norm[..., None]
-    for buffer, part in zip(out.record, Record(u, x.k, record.decay_high, record.decay_low), strict=True):
-        buffer.copy_(part)
+    out.o.zero_()
+    for buffer, part in zip((out.o, *out.record), (o, u, k, record.decay_high, record.decay_low), strict=True):
+        buffer[rows] = part.to(buffer.dtype)
 
 
 def inverse_norms(k: Float[Tensor, "N H K"]) -> Float[Tensor, "N H"]:
@@ -52,13 +53,23 @@ def inverse_norms(k: Float[Tensor, "N H K"]) -> Float[Tensor, "N H"]:
     return torch.rsqrt(wide.square().sum(-1) + L2_EPS)
 
 
-def packed_tree(tree: TreeTables) -> tuple[PackedTree, Int[Tensor, "A"]]:
-    """Return the trees as the host knows them, without sequences that have no rows, and which sequences those are not."""
-    bounds, parents = tree.cu_rows.tolist(), tree.parents.tolist()
-    drawn = [seq for seq in range(tree.num_seqs) if bounds[seq + 1] > bounds[seq]]
-    trees = [DraftTree(parents[bounds[seq] : bounds[seq + 1]]) for seq in drawn]
-    packed = pack(trees, num_rows=tree.num_rows, device=tree.device)
-    return packed, torch.tensor(drawn, dtype=torch.int64, device=tree.device)
+def packed_trees(tree: TreeTables) -> tuple[PackedTree, Int[Tensor, "A"], Int[Tensor, "R"]]:
+    """Return the trees as the host knows them, without inert rows, whose sequences they are, and their rows in the tables.
+
+    A row that is not its own ancestor is inert, and one that lies `max_rows` rows or more behind its tree's first.
+    """
+    parents, words = tree.parents.tolist(), tree.ancestors.tolist()
+    trees, drawn, rows = [], [], []
+    for seq, (start, end) in enumerate(pairwise(tree.cu_rows.tolist())):
+        places = range(min(end - start, tree.max_rows))
+        own = [place for place in places if words[start + place][place // WORD] >> place % WORD & 1]
+        if own:
+            new = {-1: -1} | {place: at for at, place in enumerate(own)}
+            trees.append(DraftTree([new.get(parents[start + place], len(own)) for place in own]))
+            drawn.append(seq)
+            rows += [start + place for place in own]
+    of_seqs, of_rows = (torch.tensor(kept, dtype=torch.int64, device=tree.device) for kept in (drawn, rows))
+    return pack(trees, device=tree.device), of_seqs, of_rows
 
 
 def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num_heads: int) -> History:
@@ -75,6 +86,9 @@ def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num
         own.new_zeros(*size, value_heads, dtype=torch.float64),
         torch.zeros(batch, dtype=torch.int64, device=own.device),
     )
+    if path is not None and record is not None:
+        num_rows = record.u.shape[0]
+        check_path_rows(path, [(0, num_rows) if slot >= 0 else None for slot in slots.tolist()])
     kept = [0] * batch if history is None else gather_slots(history.lengths, slots).tolist()
     accepted = [0] * batch if path is None else path.lengths.tolist()
     for seq, slot in enumerate(slots.tolist()):

@@ -160,7 +160,7 @@ def _step(
     beta: float = 1.0,
 ) -> None:
     history, pending, path = prior.history, prior.record, prior.path
-    if path is not None and path.rows.shape[1] == 0:
+    if path is not None and pending is not None and 0 in (path.rows.shape[1], pending.u.shape[0]):
         pending = path = None
     if history is None and path is None:
         if tree is None:
@@ -189,9 +189,11 @@ def _step(
         prior.held,
         len(slots),
         0 if tree is None else tree.num_rows,
+        0 if tree is None else tree.max_rows,
         state.shape[0],
         0 if tree is None else tree.ancestors.shape[1],
         0 if path is None else path.rows.shape[1],
+        0 if pending is None else pending.u.shape[0],
         0 if history is None else history.num_rows,
         size,
         num_warps=_num_warps(size),

@@ -34,12 +34,12 @@ def choose_folds(
         backend: "eager" (default), "reference", which is the same, or "triton".
 
     Raises:
-        ShapeError: slots, path lengths and out differ in length.
+        ShapeError: an operand is not of one axis, or slots, path lengths and out differ in length.
 
     Source: section 5 of docs/theory.md.
     """
     out = torch.empty(slots.shape, dtype=torch.int32, device=slots.device) if out is None else out
-    _check(slots, path_lengths=path_lengths, out=out)
+    _check(lengths, slots, path_lengths=path_lengths, out=out)
     _implementation("gdn.choose_folds", backend).choose_folds(lengths, slots, path_lengths, capacity, out)
     return out
 
@@ -56,7 +56,7 @@ def settle(
 
     Arguments and errors as in `choose_folds`, with `fold` as that returned it. No slot may be given twice.
     """
-    _check(slots, path_lengths=path_lengths, fold=fold)
+    _check(lengths, slots, path_lengths=path_lengths, fold=fold)
     _implementation("gdn.settle", backend).settle(lengths, slots, path_lengths, fold)
 
 
@@ -66,7 +66,12 @@ def _implementation(op: str, backend: str | None) -> ModuleType:
     return select(op, Implementations(ledger_eager, ledger_eager, "treewy.ops.gdn.ledger_kernels"), backend)
 
 
-def _check(slots: Tensor, **operands: Tensor) -> None:
+def _check(lengths: Tensor, slots: Tensor, **operands: Tensor) -> None:
+    if lengths.ndim != 1 or slots.ndim != 1:
+        raise ShapeError(
+            f"lengths must be [slots of the pool] and slots [sequences]; got shapes {tuple(lengths.shape)} and "
+            f"{tuple(slots.shape)}. Pass one axis of each."
+        )
     for name, operand in operands.items():
         if operand.shape != slots.shape:
             raise ShapeError(

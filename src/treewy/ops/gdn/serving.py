@@ -7,8 +7,13 @@ from treewy.ops.dispatch import Implementations, compute_dtype, select
 from treewy.ops.gdn import composed
 from treewy.ops.gdn.checks import check_history, check_record, check_state
 from treewy.ops.gdn.records import Prior, Projections, Record, Verified
+from treewy.ops.memory import check_apart
+from treewy.ops.paths import check_path_shape
 from treewy.packed import TreeTables
 from treewy.shapes import Float, Int, Tensor
+
+# Keys that stay where they are need no copy.
+SAME = (("out.record.k", "x.k"),)
 
 
 def commit_verify(
@@ -36,25 +41,28 @@ def commit_verify(
         x: The rows as convolution and projections leave them.
         state: Pool of committed states.
         slots: Pool slot of each sequence, no slot twice; -1 makes its rows inert: zeros out, nothing read or written.
-        tree: The trees. Rows past them are inert. A sequence may have no rows: then its prior rows are committed and that
-            is all.
+        tree: The trees. Rows before the first and after the last are inert, and so are a tree's rows from place `max_rows`
+            on and what `tree.tables` found to be no tree: zeros out. A sequence may have no rows: then its prior rows are
+            committed and that is all.
         prior: Committed rows that the state lacks; None if it lacks none. `prior.record` must not be `out.record`: a
-            caller alternates two.
+            caller alternates two. Nothing of it may overlap `out`, a history or the state.
         exact: Whether products, solve and record keep float32's accuracy. If not, a kernel may run products in bfloat16
             or tf32; eager and reference always keep it.
-        out: Buffers to write into; default: fresh ones. A fresh `o` has the dtype of x.v. A fresh record is float32, or
-            bfloat16 (u) where the state is bfloat16 and `exact` is not set.
+        out: Buffers to write into, apart from all else that the step works on, but keys of the record may be x.k itself.
+            Default: fresh ones. A fresh `o` has the dtype of x.v. A fresh record is float32, or bfloat16 (u) where the state
+            is bfloat16 and `exact` is not set.
         backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
             and 48 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot
-            check slots, which lie on the device: to them a slot outside the pool is inert, and of a path that its history
-            has no room for nothing is appended.
+            check slots, which lie on the device: to them a slot outside the pool is inert, of a path that its history
+            has no room for nothing is appended, and a row that the record lacks counts for one that it has.
 
     Returns:
         `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;
         its log decays count from the newest prior row. It is unspecified on inert rows.
 
     Raises:
-        ShapeError: operands do not fit each other.
+        ShapeError: operands do not fit each other, or buffers overlap; a path has a row that its record lacks (eager,
+            reference).
         CapacityError: a slot is out of range or taken twice, or a history has no room for its path (eager, reference).
 
     Source: eqs. 1, 2, 5-8 and 13-15 of docs/theory.md.
@@ -64,7 +72,8 @@ def commit_verify(
         _check_prior(prior, state, slots, x.k.shape[1])
     if out is None:
         out = _fresh(x, state, exact=exact)
-    _check_out(out, x, state, prior)
+    _check_out(out, x, state)
+    _check_apart(out, x, state, prior)
     _check_devices(state, x, slots, tree, prior, out)
     from treewy.ops.gdn import eager, reference
 
@@ -148,14 +157,10 @@ def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> 
         check_history(prior.history, tuple(state.shape), num_heads)
     if prior.record is not None and prior.path is not None:
         check_record(prior.record, tuple(state.shape), num_heads, prior.record.u.shape[0])
-        if prior.path.rows.ndim != 2 or prior.path.rows.shape[:1] != batch or tuple(prior.path.lengths.shape) != batch:
-            raise ShapeError(
-                f"A path must be [B, P] rows and [B] lengths for {batch[0]} sequences; got {tuple(prior.path.rows.shape)} "
-                f"and {tuple(prior.path.lengths.shape)}. Pass the paths of the same sequences, in the same order."
-            )
+        check_path_shape(prior.path, batch[0])
 
 
-def _check_out(out: Verified, x: Projections, state: Tensor, prior: Prior | None) -> None:
+def _check_out(out: Verified, x: Projections, state: Tensor) -> None:
     record = out.record
     if not isinstance(record, Record) or out.o.shape != x.v.shape:
         raise ShapeError(
@@ -163,10 +168,17 @@ def _check_out(out: Verified, x: Projections, state: Tensor, prior: Prior | None
             "Make it for this many rows."
         )
     check_record(record, tuple(state.shape), x.k.shape[1], x.v.shape[0])
-    if prior is not None and prior.record is not None and x.v.shape[0]:
-        for name, ours, theirs in zip(Record._fields, record, prior.record, strict=True):
-            if ours.data_ptr() == theirs.data_ptr():
-                raise ShapeError(
-                    f"A step must not overwrite the record it commits; {name} of out.record and of prior.record is one "
-                    "buffer. Alternate two."
-                )
+
+
+def _check_apart(out: Verified, x: Projections, state: Tensor, prior: Prior | None) -> None:
+    written = {"state": state, "out.o": out.o} | _named("out.record", out.record)
+    read = {f"x.{name}": part for name, part in zip("qkvab", x[:5], strict=True)}
+    if prior is not None:
+        written |= _named("history", prior.history)
+        read |= _named("prior.record", prior.record)
+    check_apart(written, read, same=SAME)
+
+
+def _named(owner: str, rows: tuple | None) -> dict[str, Tensor]:
+    """Return pseudo-values, keys and decays by name."""
+    return {} if rows is None else {f"{owner}.{name}": getattr(rows, name) for name in Record._fields}

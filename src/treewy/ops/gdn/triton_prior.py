@@ -2,7 +2,7 @@
 
 `at` is where a program works: (sequence, slot, key head, value head). `count` is (rows of the history, rows of the path).
 `past` is (history, record, path): history and record may be None, and there is a path where there is a record. `path` is
-(rows, lengths, places of a sequence in rows).
+(rows, lengths, places of a sequence in rows, rows of the record).
 """
 # pyright: reportGeneralTypeIssues=false
 # Nested ifs ask what is known when the kernel compiles before what is not.
@@ -21,6 +21,13 @@ BH = tl.constexpr(16)
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit
 @no_type_check
+def record_row(row, path):
+    """Return a path's row, kept within the record whatever the table says."""
+    return tl.minimum(tl.maximum(row.to(tl.int64), 0), path[3] - 1)
+
+
+@triton.jit
+@no_type_check
 def newest_decays(past, at, count, size):
     """Return the log decays (high, low) from the checkpoint to the history's end, and from there to the path's end."""
     history, record, path = past
@@ -34,7 +41,7 @@ def newest_decays(past, at, count, size):
         past_low = tl.load(history.low + i_slot * history.low_slot + o_past, mask=some, other=0.0).to(tl.float32)
     if record is not None:
         some = num_accepted > 0
-        row = tl.load(path[0] + i_b * path[2] + num_accepted - 1, mask=some, other=0).to(tl.int64)
+        row = record_row(tl.load(path[0] + i_b * path[2] + num_accepted - 1, mask=some, other=0), path)
         path_high = tl.load(record.high + row * record.high_row + i_hv, mask=some, other=0.0).to(tl.float32)
         path_low = tl.load(record.low + row * record.low_row + i_hv, mask=some, other=0.0).to(tl.float32)
     return past_high, past_low, path_high, path_low
@@ -51,7 +58,7 @@ def tile_of(first, past, at, count):
     rows = tl.zeros([BH], dtype=tl.int64)
     if past[1] is not None:
         path = past[2]
-        rows = tl.load(path[0] + at[0] * path[2] + o_j - num_kept, mask=m_path, other=0).to(tl.int64)
+        rows = record_row(tl.load(path[0] + at[0] * path[2] + o_j - num_kept, mask=m_path, other=0), path)
     return o_j, m_past, rows, m_path
 
 

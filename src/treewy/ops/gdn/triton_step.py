@@ -18,7 +18,16 @@ L2_EPS = tl.constexpr(1e-6)
 
 # The import hook of the tests must not wrap what Triton compiles: hence no_type_check throughout.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "num_slots", "num_words", "path_width", "capacity"],
+    do_not_specialize=[
+        "num_seqs",
+        "num_rows",
+        "max_rows",
+        "num_slots",
+        "num_words",
+        "path_width",
+        "capacity",
+        "num_record_rows",
+    ],
     do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold", "held"],
 )
 @no_type_check
@@ -38,13 +47,15 @@ def gdn_step(
     held,
     num_seqs,
     num_rows,
+    max_rows,
     num_slots,
     num_words,
     path_width,
+    num_record_rows,
     capacity,
     size,
 ):
-    """Do the step of one sequence, one value head and BV of its value channels; the last programs zero inert rows.
+    """Do the step of one sequence, one value head and BV of its value channels; the last programs zero rows outside the trees.
 
     Without `x` the step is that of the prior rows alone. There are path tables where there is a `pending` record.
     """
@@ -55,7 +66,7 @@ def gdn_step(
     i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
     live = (i_slot >= 0) & (i_slot < num_slots)
     at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
-    past = history, pending, (path_rows, path_lengths, path_width)
+    past = history, pending, (path_rows, path_lengths, path_width, num_record_rows)
     if x is None:
         if live:
             commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size)
@@ -63,16 +74,20 @@ def gdn_step(
         first = tl.load(cu_rows + i_b).to(tl.int32)
         end = tl.load(cu_rows + i_b + 1, mask=i_b < num_seqs, other=0).to(tl.int32)
         if live:
-            tree = ancestors, num_words, first, end
+            last = tl.minimum(end, first + max_rows)
+            tree = ancestors, num_words, first, last
             verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v, o_v, size)
+            zero_rows(out, last, end, i_hv, o_v, size)
         else:
             zero_rows(out, first, tl.where(i_b < num_seqs, end, num_rows), i_hv, o_v, size)
+            if i_b == num_seqs:
+                zero_rows(out, tl.full([], 0, tl.int32), tl.load(cu_rows).to(tl.int32), i_hv, o_v, size)
 
 
 @triton.jit
 @no_type_check
 def zero_rows(out, first, end, i_hv, o_v, size):
-    """Write zeros to the outputs of rows that no live sequence owns."""
+    """Write zeros to the outputs of rows from `first` to `end`, which are no part of a live tree."""
     zeros = tl.zeros([16, size.BV], dtype=out.p.dtype.element_ty)
     while first < end:
         rows = first + tl.arange(0, 16)

@@ -59,7 +59,7 @@ def tables(
         cu_rows: Row boundaries of the sequences.
         max_rows: Rows of the largest tree that fits (T).
         out: Where to write, as `empty` returns it; `parents` and `cu_rows` may be its own. Default: new tables.
-        faults: Where to write what was wrong with each sequence: 0, or a sum of `FAULT_BOUNDS` (boundaries were
+        faults: Where to write what was wrong with each sequence, contiguous int32: 0, or a sum of `FAULT_BOUNDS` (boundaries were
             moved), `FAULT_SIZE` (more than `max_rows` rows) and `FAULT_PARENT` (a row has no way to its root).
         backend: "eager" (default), "reference" or "triton".
 
@@ -74,7 +74,11 @@ def tables(
         out = empty(num_seqs, num_rows, max_rows, parents.device)
     _check_out(out, num_seqs, num_rows, max_rows)
     if faults is not None and tuple(faults.shape) != (num_seqs,):
-        raise ShapeError(f"faults must be [{num_seqs}], one word per sequence; got {tuple(faults.shape)}.")
+        raise ShapeError(
+            f"faults must be [{num_seqs}], one word per sequence; got {tuple(faults.shape)}. Make it for this batch size."
+        )
+    if faults is not None:
+        check_written(faults=faults)
     _implementation("tree.tables", backend).tables(parents, cu_rows, out, faults)
     return out
 
@@ -140,7 +144,7 @@ def check_written(**buffers: Tensor) -> None:
         if buffer.dtype != torch.int32 or not buffer.is_contiguous():
             raise ShapeError(
                 f"{name} must be contiguous int32 to be written; got {buffer.dtype}, strides {buffer.stride()}. "
-                "Use the op's own empty(...)."
+                "Make it so, or use the op's own empty(...)."
             )
 
 
