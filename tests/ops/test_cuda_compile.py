@@ -32,6 +32,14 @@ def test_it_compiles_without_spills(name, capability):
     assert len(compile_cubin(source(), variant.macros(), capability)) > 10_000
 
 
+def test_two_warps_of_a_lean_block_compile():
+    """The state of 32 values is smaller than the system that lies in its place."""
+    asked = {"max_rows": 64, "max_prior": 48, "state": HALF, "u": FULL, "exact": False, "num_heads": 4096}
+    variant = choose(**asked, shared_limit=GPUS[12, 0])
+    assert (variant.nw, variant.lean) == (2, 1)
+    assert len(compile_cubin(source(), variant.macros(), (12, 0))) > 10_000
+
+
 def test_less_shared_memory_picks_smaller_blocks():
     """Fault K06: tiles are tied to the card."""
     wide = CASES["15 rows, float32"] | {"max_rows": 64}

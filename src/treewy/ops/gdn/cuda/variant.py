@@ -65,14 +65,18 @@ class Variant(NamedTuple):
         """Dynamic shared memory of a block: the source's `Tile` and `Rest`, which asserts that it is this."""
         values, bt = 16 * self.mt * self.nw, self.bt
         state, u, part = 4 if self.state_f32 else 2, 4 if self.u_f32 else 2, 4 if self.exact else 2
-        tile = PADDED * (values * state + 2 * (2 * bt + self.pmax)) + self.pmax * (values * u + 16)
+        triangle = bt // 16 * (bt // 16 + 1) // 2 * 16  # rows of its blocks
+        system, apart = triangle * 20 * 4, bt <= 32 or not self.lean
+        states = PADDED * values * state
+        if not apart:  # it lies where the state comes later
+            states = max(states, system)
+        tile = states + PADDED * 2 * (2 * bt + self.pmax) + self.pmax * (values * u + 16)
         small = self.nw * 64 * 4 + 4 * (values + 8) * 2
         if bt == ROW_BUCKETS[0]:
             return _aligned(tile) + _aligned(small)
-        triangle = bt // 16 * (bt // 16 + 1) // 2 * 16  # rows of its blocks
         matrices = triangle * 2 * (20 * 4 if self.exact else 24 * 2) + 2 * bt * (self.pmax + 8) * part
-        if bt <= 32 or not self.lean:
-            matrices += triangle * 20 * 4
+        if apart:
+            matrices += system
         held = bt * (values + 8) * 2 if bt <= 32 and not self.lean else 0
         tables = 32 * -(-self.pmax // 32) * 4 + bt * 8 * 4 + 7 * 4
         return _aligned(tile) + max(_aligned(small), _aligned(matrices + held + tables))
