@@ -59,6 +59,15 @@ def test_lean_where_that_makes_room_for_another_block():
     assert not choose(**asked | {"num_heads": 32}, shared_limit=227 * 1024).lean
 
 
+def test_few_heads_are_refused_nothing_that_many_get():
+    """What fits a small card when it is lean is taken lean, whatever the batch."""
+    asked = CASES["40 rows"] | {"max_rows": 64, "state": FULL, "u": FULL}
+    few, many = (choose(**asked | {"num_heads": heads}, shared_limit=GPUS[12, 0]) for heads in (32, 4096))
+    assert few.lean
+    assert few.shared_bytes <= GPUS[12, 0]
+    assert many.lean
+
+
 def test_what_fits_nowhere_is_refused():
     """Fault K06: more shared memory was asked for than the card has."""
     with pytest.raises(UnsupportedError, match=r"must have [0-9]+ bytes of shared memory.*gives 20000"):

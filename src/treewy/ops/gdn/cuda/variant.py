@@ -112,11 +112,18 @@ def choose(
     wide = state == torch.float32
     bt, pmax = _bucket(max_rows, ROW_BUCKETS, "tree rows"), _bucket(max_prior, PRIOR_BUCKETS, "prior rows")
     parts = 3 if exact else 2
-    for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads):
-        variant = Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
-        variant = _leaner(variant, shared_limit) if num_heads > FEW_HEADS else variant
+    variants = [
+        Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
+        for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads)
+    ]
+    if num_heads > FEW_HEADS:
+        variants = [_leaner(variant, shared_limit) for variant in variants]
+    else:  # one block a multiprocessor: lean only where nothing else fits
+        variants += [variant._replace(lean=1) for variant in variants]
+    for variant in variants:
         if variant.shared_bytes <= shared_limit:
             return variant
+    variant = variants[-1]
     raise UnsupportedError(
         f"The CUDA kernel must have {variant.shared_bytes} bytes of shared memory a block for trees of {max_rows} rows; "
         f"this device gives {shared_limit}. Use backend='triton', or smaller trees."
