@@ -32,6 +32,14 @@ def test_it_compiles_without_spills(name, capability):
     assert len(compile_cubin(source(), variant.macros(), capability)) > 10_000
 
 
+def test_two_warps_of_a_lean_block_compile():
+    """The state of 32 values is smaller than the system that lies in its place."""
+    asked = {"max_rows": 64, "max_prior": 48, "state": HALF, "u": FULL, "exact": False, "num_heads": 4096}
+    variant = choose(**asked, shared_limit=GPUS[12, 0])
+    assert (variant.nw, variant.lean) == (2, 1)
+    assert len(compile_cubin(source(), variant.macros(), (12, 0))) > 10_000
+
+
 def test_less_shared_memory_picks_smaller_blocks():
     """Fault K06: tiles are tied to the card."""
     wide = CASES["15 rows, float32"] | {"max_rows": 64}
@@ -49,6 +57,15 @@ def test_lean_where_that_makes_room_for_another_block():
     assert (roomy.lean, roomy.min_blocks) == (0, 2)
     assert 2 * (lean.shared_bytes + 1024) <= 228 * 1024 < 2 * (lean._replace(lean=0).shared_bytes + 1024)
     assert not choose(**asked | {"num_heads": 32}, shared_limit=227 * 1024).lean
+
+
+def test_few_heads_are_refused_nothing_that_many_get():
+    """What fits a small card when it is lean is taken lean, whatever the batch."""
+    asked = CASES["40 rows"] | {"max_rows": 64, "state": FULL, "u": FULL}
+    few, many = (choose(**asked | {"num_heads": heads}, shared_limit=GPUS[12, 0]) for heads in (32, 4096))
+    assert few.lean
+    assert few.shared_bytes <= GPUS[12, 0]
+    assert many.lean
 
 
 def test_what_fits_nowhere_is_refused():

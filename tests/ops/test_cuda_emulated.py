@@ -222,6 +222,26 @@ def test_what_is_not_finite_spoils_descendants_only(name, part):
         assert same_bits(ours[~hit], theirs[~hit])
 
 
+@pytest.mark.parametrize("name", ["4", "16", "16 exact", "64 lean"])
+def test_what_overflows_in_the_solve_spoils_descendants_only(name):
+    """A short key below a long one: its pseudo-value is too large for float32, though every residual is not."""
+    tree = DraftTree([-1, 0, 0, 1] + [2, 3] * (name != "4"))
+    before = step([Seq(tree)], VARIANTS[name], seed=1)
+    before.x.a.fill_(-20.0)
+    before.x.b[[1, 3]] = 5.0
+    before.x.k[3] = 0.001 * before.x.k[1]
+    clean = before.run()
+    before.x.v[1, 0, 5] = 2e38
+    done = before.run()
+    sees = [1 in tree.path(row) for row in range(tree.num_rows)]
+    kept = [row for row, spoilt in enumerate(sees) if not spoilt]
+    assert not done.out.record.u[3, 0].isfinite().all()
+    assert done.out.record.u[1].isfinite().all()
+    for ours, theirs in ((done.out.o, clean.out.o), (done.out.record.u, clean.out.record.u)):
+        assert same_bits(ours[kept], theirs[kept])
+        assert same_bits(ours[:, 1], theirs[:, 1])
+
+
 @pytest.mark.parametrize("fold", [0, 1])
 @pytest.mark.parametrize(
     ("tree", "names"),

@@ -40,6 +40,12 @@ def test_a_missing_barrier_shows(backwards):
     assert seen[:32].all() == (not backwards)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_missing_barrier_after_jobs_shows(backwards):
+    """Jobs go to all warps, and one of them is late."""
+    assert run(13, backwards=backwards).isnan().sum() == 32
+
+
 def test_a_missing_wait_shows():
     assert run(2).isnan().all()
 

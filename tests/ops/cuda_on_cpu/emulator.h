@@ -67,6 +67,7 @@ struct Warp {
     Kind kind;
     int arrived;
     void *of[LANES];  // each lane's operands
+    bool counted, late;  // has added to a shared counter; must wait until no other warp can move
 };
 struct Block {
     std::vector<Fiber> fibers;
@@ -101,6 +102,13 @@ template <typename Work> void meet(Kind kind, void *operands, Work work) {
     work(warp.of);
     warp.arrived = 0;
     for (int lane = 0; lane < LANES; ++lane) block.fibers[first + lane].waits = false;
+}
+// A warp's first job is done as late as can be: all others go on as far as they may.
+inline void be_late() {
+    Warp &warp = block.warps[threadIdx.x / LANES];
+    if (warp.counted) return;
+    warp.counted = warp.late = true;
+    leave();
 }
 inline void release_barrier() {
     if (!block.at_barrier || block.at_barrier < block.running) return;

@@ -26,7 +26,12 @@ inline uint4 early(const uint4 *p) { return *p; }
 inline void prefetch(const void *, uint32_t) {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline void atomicOr(uint32_t *p, uint32_t bits) { *p |= bits; }
-inline uint32_t atomicAdd(uint32_t *p, uint32_t x) { return (*p += x) - x; }
+inline uint32_t atomicAdd(uint32_t *p, uint32_t x) {
+    const uint32_t before = *p;
+    *p += x;
+    emulator::be_late();
+    return before;
+}
 
 // ---- threads of a block, lanes of a warp ----
 inline void __syncthreads() {

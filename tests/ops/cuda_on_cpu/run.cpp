@@ -39,9 +39,9 @@ static void check_guards() {
 // Let one warp run as far as it can. Returns whether it moved at all.
 static bool run_warp(int warp, bool backwards) {
     bool moved = false;
-    for (bool again = true; again;) {
+    for (bool again = true; again && !block.warps[warp].late;) {
         again = false;
-        for (int i = 0; i < LANES; ++i) {
+        for (int i = 0; i < LANES && !block.warps[warp].late; ++i) {
             Fiber &fiber = block.fibers[threadIdx.x = LANES * warp + (backwards ? LANES - 1 - i : i)];
             if (fiber.waits || fiber.ended) continue;
             moved = again = true;
@@ -50,6 +50,16 @@ static bool run_warp(int warp, bool backwards) {
         }
     }
     return moved;
+}
+// Let a late warp go on. Returns whether there was one.
+static bool release_late(bool backwards) {
+    for (int i = 0; i < NW; ++i) {
+        Warp &warp = block.warps[backwards ? NW - 1 - i : i];
+        if (!warp.late) continue;
+        warp.late = false;
+        return true;
+    }
+    return false;
 }
 // Warps run up to barriers one after the other: what two of them do at once on a GPU is far apart here.
 static void run_block(bool backwards) {
@@ -60,7 +70,7 @@ static void run_block(bool backwards) {
             moved |= run_warp(backwards ? NW - 1 - i : i, backwards);
             if (message[0]) return;
         }
-        if (!moved) {
+        if (!moved && !release_late(backwards)) {
             snprintf(message, sizeof message, "block (%u, %u): threads wait for ones that never come", blockIdx.x, blockIdx.y);
             return;
         }

@@ -74,6 +74,7 @@ __device__ __forceinline__ void solve(const Shared &z, const u16 (*values)[BV + 
 #pragma unroll
             for (int e = 0; e < 4; ++e) y[t][n][e] = 0.f;
     apply<true>(r, z.inverse, y, used, lane);
+    bad |= tainted(y, lane);
     if (bad) mark(z, bad, false, y, lane);
 }
 // The outputs q of all rows from what their queries read of the state.

@@ -65,14 +65,18 @@ class Variant(NamedTuple):
         """Dynamic shared memory of a block: the source's `Tile` and `Rest`, which asserts that it is this."""
         values, bt = 16 * self.mt * self.nw, self.bt
         state, u, part = 4 if self.state_f32 else 2, 4 if self.u_f32 else 2, 4 if self.exact else 2
-        tile = PADDED * (values * state + 2 * (2 * bt + self.pmax)) + self.pmax * (values * u + 16)
+        triangle = bt // 16 * (bt // 16 + 1) // 2 * 16  # rows of its blocks
+        system, apart = triangle * 20 * 4, bt <= 32 or not self.lean
+        states = PADDED * values * state
+        if not apart:  # it lies where the state comes later
+            states = max(states, system)
+        tile = states + PADDED * 2 * (2 * bt + self.pmax) + self.pmax * (values * u + 16)
         small = self.nw * 64 * 4 + 4 * (values + 8) * 2
         if bt == ROW_BUCKETS[0]:
             return _aligned(tile) + _aligned(small)
-        triangle = bt // 16 * (bt // 16 + 1) // 2 * 16  # rows of its blocks
         matrices = triangle * 2 * (20 * 4 if self.exact else 24 * 2) + 2 * bt * (self.pmax + 8) * part
-        if bt <= 32 or not self.lean:
-            matrices += triangle * 20 * 4
+        if apart:
+            matrices += system
         held = bt * (values + 8) * 2 if bt <= 32 and not self.lean else 0
         tables = 32 * -(-self.pmax // 32) * 4 + bt * 8 * 4 + 7 * 4
         return _aligned(tile) + max(_aligned(small), _aligned(matrices + held + tables))
@@ -108,11 +112,18 @@ def choose(
     wide = state == torch.float32
     bt, pmax = _bucket(max_rows, ROW_BUCKETS, "tree rows"), _bucket(max_prior, PRIOR_BUCKETS, "prior rows")
     parts = 3 if exact else 2
-    for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads):
-        variant = Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
-        variant = _leaner(variant, shared_limit) if num_heads > FEW_HEADS else variant
+    variants = [
+        Variant(bt, nw, mt, int(wide), int(u == torch.float32), parts, int(exact), pmax, min_blocks)
+        for nw, mt, min_blocks in _shapes(bt, wide=wide, num_heads=num_heads)
+    ]
+    if num_heads > FEW_HEADS:
+        variants = [_leaner(variant, shared_limit) for variant in variants]
+    else:  # one block a multiprocessor: lean only where nothing else fits
+        variants += [variant._replace(lean=1) for variant in variants]
+    for variant in variants:
         if variant.shared_bytes <= shared_limit:
             return variant
+    variant = variants[-1]
     raise UnsupportedError(
         f"The CUDA kernel must have {variant.shared_bytes} bytes of shared memory a block for trees of {max_rows} rows; "
         f"this device gives {shared_limit}. Use backend='triton', or smaller trees."
