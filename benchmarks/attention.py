@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 from treewy.bench.environment import environment
+from treewy.bench.ops import require_gpu
+from treewy.errors import BackendError
 from treewy.ops import attention, launch
 from treewy.ops.attention import Paged, kernels
 from treewy.ops.attention.kernels.geometry import CHUNKING, Chunking, Geometry
@@ -264,6 +266,10 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=6, help="candidates of a sweep to print per shape")
     parser.add_argument("--json", help="write every row here, as JSON lines")
     given = parser.parse_args()
+    try:
+        require_gpu()
+    except BackendError as error:
+        parser.error(str(error))
     lines = []
     for case in itertools.starmap(Case, itertools.product(given.lengths, given.batches, given.rows)):
         torch.manual_seed(0)

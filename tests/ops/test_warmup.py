@@ -425,3 +425,11 @@ def test_no_step_compiles_after_warmup(name, delta, monkeypatch):
 
 def test_facts_count_channels():
     assert FACTS["35B-A3B"].conv_channels == 8192
+
+
+@pytest.mark.parametrize(("device", "said"), [("nope", "PyTorch knows; got 'nope'"), ("cuda", "sees none")])
+def test_a_device_that_is_not_there_is_refused(device, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts = Facts(device=device, num_heads=1, num_value_heads=1, key_dim=16, value_dim=16)
+    with pytest.raises(BackendError, match=said):
+        warmup(facts)

@@ -131,13 +131,29 @@ def warmup(facts: Facts, *, rooms: Sequence[str] = ROOMS) -> None:
     Where no kernel can run, on a device that is no GPU and outside Triton's interpreter, there is nothing to compile.
 
     Raises:
+        BackendError: the device is none that PyTorch knows, or a GPU that it does not see.
         ShapeError: bounds or dims that a kernel is not made for.
         UnsupportedError: the same of dtypes, or of what the GPU has room for.
     """
-    on_gpu = torch.device(facts.device).type == "cuda"
+    on_gpu = _device_type(facts) == "cuda"
     if not (on_gpu or interpreted()):
         return
     for room in rooms:
         importlib.import_module(room).warm(facts)
     if on_gpu:
         torch.cuda.synchronize(facts.device)
+
+
+def _device_type(facts: Facts) -> str:
+    try:
+        kind = torch.device(facts.device).type
+    except RuntimeError as error:
+        raise BackendError(
+            f"The device must be one that PyTorch knows; got {facts.device!r}. Name the GPU of the step, as 'cuda' or 'cuda:1'."
+        ) from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            f"Kernels must be compiled for a GPU that PyTorch sees; got {facts.device!r} and torch {torch.__version__}, which "
+            "sees none. Run this on a machine with an NVIDIA GPU and a CUDA build of torch."
+        )
+    return kind

@@ -99,7 +99,11 @@ def print_table(header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
 def notes(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what lines say beside their figures, each once; of stages, the table says it."""
     said = (line for line in lines if line["note"] and not _is_staged(line))
-    return list(dict.fromkeys(f"{line['row']}, {line['name']}: {line['note']}" for line in said))
+    return list(dict.fromkeys(f"{line['row']}, {line['name']}: {_remark(line)}" for line in said))
+
+
+def _remark(line: Mapping[str, Any]) -> str:
+    return f"not measured: {line['note']}" if line["is_fault"] else line["note"]
 
 
 def _figure(line: Mapping[str, Any]) -> str:
