@@ -5,11 +5,13 @@ import torch
 
 from ops import cuda_on_cpu
 from ops.cuda_on_cpu.steps import LAYER, Seq, step
+from ops.serving import HARD
 from tolerances import (
     CUDA_EXACT,
     CUDA_FAST,
     CUDA_FOLD_BFLOAT16,
     CUDA_FOLD_UNLIKE,
+    CUDA_HARD_EXACT,
     FLOAT32_PATH_SUM,
     TWO_FLOAT32,
 )
@@ -26,9 +28,11 @@ VARIANTS = {
     "16 float32": Variant(16, 8, 1, 1, 1, 2, 0, 16, 1),
     "16 exact": Variant(16, 2, 1, 1, 1, 3, 1, 16, 1),
     "16 lean": Variant(16, 4, 2, 0, 0, 2, 0, 16, 1, 1),
+    "32": Variant(32, 8, 1, 0, 0, 2, 0, 16, 1),
     "48": Variant(48, 8, 1, 0, 0, 2, 0, 32, 1),
     "64": Variant(64, 4, 1, 0, 0, 2, 0, 48, 1),
     "64 lean": Variant(64, 8, 1, 0, 0, 2, 0, 32, 1, 1),
+    "64 lean, two warps": Variant(64, 2, 1, 0, 0, 2, 0, 32, 1, 1),
     "64 after 64": Variant(64, 4, 1, 0, 0, 2, 0, 80, 1),
     "64 exact": Variant(64, 8, 1, 0, 1, 3, 1, 16, 1),
 }
@@ -38,6 +42,7 @@ SPINE = DraftTree([-1] + [row - 1 if row % 2 else row - 2 for row in range(1, 64
 TREES = {
     4: [CHAIN_4, DraftTree.from_widths([2]), DraftTree([-1, 0, 0, 1])],
     16: [WIDTHS_2, DraftTree.chain(10), FIVE],
+    32: [WIDTHS_2, DraftTree.chain(31), FIVE],
     48: [WIDTHS_3, DraftTree.chain(47), FIVE],
     64: [DraftTree.chain(63), SPINE, WIDTHS_3],
 }
@@ -167,6 +172,18 @@ def test_strong_gates(name, gate):
     assert same_bits(done.state, before.state)
 
 
+@pytest.mark.parametrize("name", ["64 lean", "64 exact"])
+def test_hard_keys(name):
+    """A chain of nearly equal keys, gates of 1, beta near 2: an inverse in bfloat16 throughout loses everything."""
+    exact, chain = bool(VARIANTS[name].exact), DraftTree.chain(63)
+    before = step(
+        [Seq(chain)], VARIANTS[name], spec=HARD._replace(heads=1, group=2, key_dim=128, value_dim=128), seed=8
+    )
+    done = before.run()
+    want = before.defined(done.state)
+    assert distance(done.out.record.u, want.out.record.u) < (CUDA_HARD_EXACT if exact else CUDA_FAST)
+
+
 @pytest.mark.parametrize("name", ["4", "16"])
 def test_other_operands(name):
     """Gates in bfloat16, keys that stay where they are, lengths gathered before, and a slot past the pool; two key heads."""
@@ -222,6 +239,21 @@ def test_what_is_not_finite_spoils_descendants_only(name, part):
         assert same_bits(ours[~hit], theirs[~hit])
 
 
+@pytest.mark.parametrize(("part", "value"), [("v", torch.nan), ("k", 3e38)])
+def test_late_rows_spoil_their_descendants_only(part, value):
+    """Row 42 of 64, by a NaN or by a key that float32 cannot multiply."""
+    tree = DraftTree([-1, *(max(0, row - 2) for row in range(63))])
+    before = step([Seq(tree)], VARIANTS["64 lean"], seed=4)
+    clean = before.run()
+    getattr(before.x, part)[42, 0] = value
+    done = before.run()
+    sees = torch.tensor([42 in tree.path(row) for row in range(64)])
+    assert 2 < sees.sum() < 20
+    for ours, theirs in ((done.out.o, clean.out.o), (done.out.record.u, clean.out.record.u)):
+        assert not ours[sees, 0].isfinite().all(1).any()
+        assert same_bits(ours[~sees], theirs[~sees])
+
+
 @pytest.mark.parametrize("name", ["4", "16", "16 exact", "64 lean"])
 def test_what_overflows_in_the_solve_spoils_descendants_only(name):
     """A short key below a long one: its pseudo-value is too large for float32, though every residual is not."""
@@ -245,7 +277,11 @@ def test_what_overflows_in_the_solve_spoils_descendants_only(name):
 @pytest.mark.parametrize("fold", [0, 1])
 @pytest.mark.parametrize(
     ("tree", "names"),
-    [(FIVE, ["16", "16 lean", "48", "64"]), (CHAIN_4, ["4", "16", "64"]), (WIDTHS_3, ["48", "64", "64 lean"])],
+    [
+        (FIVE, ["16", "16 lean", "48", "64"]),
+        (CHAIN_4, ["4", "16", "64"]),
+        (WIDTHS_3, ["48", "64", "64 lean", "64 lean, two warps"]),
+    ],
 )
 def test_bits_do_not_depend_on_bucket_or_neighbours(tree, names, fold):
     """One sequence in kernels of several sizes, block shapes, layouts and places, alone and beside others."""
@@ -269,21 +305,22 @@ def test_bits_do_not_depend_on_bucket_or_neighbours(tree, names, fold):
         assert all(same_bits(ours, theirs) for ours, theirs in zip(other, seen[0], strict=True))
 
 
-@pytest.mark.parametrize("name", ["4", "16"])
-def test_what_is_no_tree_is_inert(name):
+@pytest.mark.parametrize(("name", "rows", "first"), [("4", 4, 2), ("16", 7, 2), ("64 lean", 64, 34)])
+def test_what_is_no_tree_is_inert(name, rows, first):
     """A row whose parent comes after it, and what hangs below: zeros, whatever they hold, and no influence on the tree."""
-    chain = CHAIN_4 if name == "4" else DraftTree.chain(6)
-    clean = step([Seq(chain), Seq(CHAIN_4)], VARIANTS[name])
+    clean = step([Seq(DraftTree.chain(rows - 1)), Seq(CHAIN_4)], VARIANTS[name])
     parents = clean.tree.parents.clone()
-    parents[2] = 3
+    parents[first] = first + 1
     tables = make_tables(parents, clean.tree.cu_rows, max_rows=clean.tree.max_rows)
     broken = clean._replace(tree=tables)
     want = clean.run()
-    broken.x.v[2] = broken.x.k[3] = torch.nan
-    done = broken.run()
-    kept = [0, 1, *range(chain.num_rows, chain.num_rows + 4)]
-    assert not done.out.o[2 : chain.num_rows].count_nonzero()
-    assert same_bits(done.out.o[kept], want.out.o[kept])
+    kept = [*range(first), *range(rows, rows + 4)]
+    for value in (1.0, torch.nan):
+        broken.x.v[first] = broken.x.k[first + 1] = value
+        done = broken.run()
+        assert not done.out.o[first:rows].count_nonzero()
+        assert not done.out.record.u[first:rows].count_nonzero()
+        assert same_bits(done.out.o[kept], want.out.o[kept])
 
 
 @pytest.mark.parametrize(("name", "bound"), [("4", 2), ("16", 2), ("16", 6)])
