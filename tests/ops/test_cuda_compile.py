@@ -17,6 +17,7 @@ CASES = {
     "chain 4": {"max_rows": 4, "max_prior": 20, "state": HALF, "u": HALF, "exact": False, "num_heads": 4096},
     "15 rows, float32": {"max_rows": 15, "max_prior": 4, "state": FULL, "u": FULL, "exact": False, "num_heads": 4096},
     "40 rows": {"max_rows": 40, "max_prior": 20, "state": HALF, "u": HALF, "exact": False, "num_heads": 4096},
+    "15 rows after 80": {"max_rows": 15, "max_prior": 80, "state": FULL, "u": HALF, "exact": True, "num_heads": 4096},
     "one sequence, exact": {"max_rows": 40, "max_prior": 4, "state": FULL, "u": FULL, "exact": True, "num_heads": 32},
 }
 

@@ -150,7 +150,8 @@ def _leaner(variant: Variant, shared_limit: int) -> Variant:
     )
     if variant.bt > ROW_BUCKETS[0] and lean_blocks > blocks:
         return variant._replace(lean=1, min_blocks=lean_blocks)
-    return variant._replace(min_blocks=max(variant.min_blocks, blocks)) if variant.bt > 32 else variant
+    wanted = blocks if variant.bt > 32 else min(variant.min_blocks, blocks)
+    return variant._replace(min_blocks=max(wanted, 1))
 
 
 def _aligned(size: int) -> int:
