@@ -34,7 +34,7 @@ class Budget:
             raise RequestError(f"A budget's limits must be integers; got {limits!r:.80}. Use Budget(16, 6, 4), say.")
         if not 1 <= self.num_rows <= MAX_BUDGET_ROWS:
             raise RequestError(
-                f"A budget must have 1 to {MAX_BUDGET_ROWS} rows, root included; got {self.num_rows}. Draft fewer tokens."
+                f"A budget must have 1 to {MAX_BUDGET_ROWS} rows, root included; got {self.num_rows}. Use a number between."
             )
         if self.max_depth < 0:
             raise RequestError(f"A budget's depth must be at least 0; got {self.max_depth}. Use 0 to draft nothing.")
