@@ -84,6 +84,20 @@ __device__ __forceinline__ void append(const Params &p, const Work &w, const Til
 }
 
 // ---- operands ----
+// Two accumulator tiles of 8 columns as one operand of 16.
+template <int COUNT> __device__ __forceinline__ void operand(const float (&x)[4], const float (&y)[4], u32 (&a)[4][COUNT]) {
+    split<COUNT>(x[0], x[1], a[0]);
+    split<COUNT>(x[2], x[3], a[1]);
+    split<COUNT>(y[0], y[1], a[2]);
+    split<COUNT>(y[2], y[3], a[3]);
+}
+// Accumulate the products of operands in parts that matter at their precision, smallest first.
+template <int COUNT> __device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][COUNT], const u32 (&b)[2][COUNT]) {
+#pragma unroll
+    for (int order = COUNT - 1; order >= 0; --order)
+#pragma unroll
+        for (int i = 0; i <= order; ++i) mma(d, a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
+}
 // 16 rows of the state, keys 16 k .. + 15.
 __device__ __forceinline__ void state_operand(const Tile &m, int row, int k, u32 (&a)[4][SPARTS], int lane) {
 #if STATE_F32

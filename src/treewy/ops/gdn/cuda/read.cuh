@@ -1,12 +1,5 @@
 #if BT > 4
 // ---- the state's half ----
-// Accumulate the products of three-part operands that matter at 24 bits, smallest first.
-__device__ __forceinline__ void mma_parts(float (&d)[4], const u32 (&a)[4][XPARTS], const u32 (&b)[2][XPARTS]) {
-#pragma unroll
-    for (int order = XPARTS - 1; order >= 0; --order)
-#pragma unroll
-        for (int i = 0; i <= order; ++i) mma(d, a[0][i], a[1][i], a[2][i], a[3][i], b[0][order - i], b[1][order - i]);
-}
 // 16 rows and 16 columns of a row-major matrix as second operands of two products.
 __device__ __forceinline__ void second(const u16 *matrix, int stride, u32 (&b)[2][2][XPARTS], int lane) {
     u32 x[4];
@@ -38,13 +31,6 @@ __device__ __forceinline__ void second_turned(const float *matrix, int stride, u
             const float *from = &matrix[(8 * h + 2 * c) * stride + 8 * n + g];
             split<XPARTS>(from[0], from[stride], b[n][h]);
         }
-}
-// Two accumulator tiles of 8 columns as one operand of 16.
-__device__ __forceinline__ void operand(const float (&x)[4], const float (&y)[4], u32 (&a)[4][XPARTS]) {
-    split<XPARTS>(x[0], x[1], a[0]);
-    split<XPARTS>(x[2], x[3], a[1]);
-    split<XPARTS>(y[0], y[1], a[2]);
-    split<XPARTS>(y[2], y[3], a[3]);
 }
 // What the committed state gives for all keys and queries: S x^T carried on, and the prior rows beside it.
 __device__ __forceinline__ void read_past(const Tile &m, const Shared &z, const Work &w, int first, float (&r)[MT][NT][4], float (&q)[MT][NT][4], int lane) {

@@ -223,15 +223,8 @@ __device__ __forceinline__ void multiply16(float (&out)[2][4], const u32 (&x)[4]
             const float2 y = *(const float2 *)&matrix[8 * n + g][8 * h + 2 * c];
             split<IPARTS>(y.x, y.y, b[h]);
         }
-#pragma unroll
-        for (int order = IPARTS - 1; order >= 0; --order)
-#pragma unroll
-            for (int i = 0; i <= order; ++i) mma(out[n], x[0][i], x[1][i], x[2][i], x[3][i], b[0][order - i], b[1][order - i]);
+        mma_parts(out[n], x, b);
     }
-}
-__device__ __forceinline__ void split16(const float (&x)[2][4], u32 (&parts)[4][IPARTS]) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) split<IPARTS>(x[e >> 1][2 * (e & 1)], x[e >> 1][2 * (e & 1) + 1], parts[e]);
 }
 // One block of the inverse, as [ancestor][row].
 __device__ __forceinline__ void put_inverse(Shared &z, const float (&x)[2][4], int b, int r, int lane) {
@@ -278,13 +271,13 @@ __device__ __forceinline__ void invert_column(Tile &m, Shared &z, int b, int blo
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) sum[j][n][e] = -sum[j][n][e];
-                split16(sum[j], parts);
+                operand(sum[j][0], sum[j][1], parts);
                 multiply16(x, parts, system[block_at(r, r)], lane);
             }
         }
         put_inverse(z, x, b, r, lane);
         u32 parts[4][IPARTS];
-        split16(x, parts);
+        operand(x[0], x[1], parts);
 #pragma unroll
         for (int i = j + 1; i < BLOCKS; ++i)
             if (b + i < blocks && (live >> (4 * (b + i) + r) & 1)) multiply16(sum[i], parts, system[block_at(b + i, r)], lane);
