@@ -7,6 +7,7 @@ numbers of the same size. What the peers cannot do is left out: their shapes are
 import contextlib
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -190,7 +191,8 @@ PEERS: dict[str, Callable[[Problem], Prepared]] = {
 def _import(module: str, name: str) -> Any:
     try:
         # What they log goes to the stdout of their import: results are there.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs to heed: a caller that turns warnings into errors times them as well
             return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:  # OSError: a library it loads is not there
         raise BackendError(
