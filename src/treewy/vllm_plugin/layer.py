@@ -7,6 +7,7 @@ import torch
 
 from treewy.ops import gdn
 from treewy.shapes import Float, Tensor
+from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
 from treewy.vllm_plugin.options import Options, parse
@@ -21,6 +22,7 @@ class Shared(NamedTuple):
     memory: Memory
     step: Step
     backend: str
+    checker: Checker | None
 
 
 def layer_class(vllm: ModuleType) -> type:
@@ -92,6 +94,7 @@ def layer_class(vllm: ModuleType) -> type:
         def _drafted(self, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             shared, tables = self.treewy, metadata.treewy
             assert shared is not None
+            memory = shared.memory
             rows, slots = tables.tree.num_rows, metadata.spec_state_indices_tensor[:, 0]
             conv_out = vllm.chain_conv(self, metadata, mixed_qkv[:rows], shared.memory.sizes.step_rows)
             q, k, v = conv_out.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
@@ -102,6 +105,11 @@ def layer_class(vllm: ModuleType) -> type:
             )
             out = gdn.Verified(core_attn_out[:rows], shared.memory.step_of(self.treewy_number, rows))
             prior = _prior(shared.memory, self.treewy_number, tables)
+            if shared.checker is not None:
+                shared.checker.observe(
+                    self.treewy_number, x, vllm.state_of(self), slots, memory.kept_of(self.treewy_number), tables.places,
+                    tables.tree.cu_rows, metadata.num_accepted_tokens,
+                )
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
 
         def _gates_in_float32(self) -> tuple[Tensor, Tensor]:
@@ -140,7 +148,7 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
     device = layer.A_log.device
     memory = Memory(sizes, device)
     backend = _backend(sizes, device)
-    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend)
+    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend, Checker(options.check_every) if options.check_every else None)
 
 
 def _num_layers(vllm_config: Any) -> int:

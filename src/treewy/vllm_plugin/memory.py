@@ -68,7 +68,8 @@ class Memory:
 
         def rows(*leading: int) -> Record:
             shape = layers + leading
-            decays = [torch.zeros(*shape, sizes.num_value_heads, device=device) for _ in range(2)]
+            # Said out loud: models are built under a default dtype of their own.
+            decays = [torch.zeros(*shape, sizes.num_value_heads, dtype=torch.float32, device=device) for _ in range(2)]
             u = torch.zeros(*shape, *values, dtype=sizes.u_dtype, device=device)
             return Record(u, torch.zeros(*shape, *heads, dtype=sizes.k_dtype, device=device), *decays)
 

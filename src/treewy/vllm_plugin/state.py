@@ -23,12 +23,15 @@ def model_state_class(vllm: ModuleType) -> type:
             super().__init__(vllm_config, *args, **kwargs)
             shared = shared_of(vllm_config)
             self.treewy_step = None if shared is None else shared.step
+            self.treewy_checker = None if shared is None else shared.checker
             self._runs_requests = False
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
             if self.treewy_step is not None:
                 self.treewy_step.forget(req_index)
+            if self.treewy_checker is not None:
+                self.treewy_checker.forget(req_index)
 
         def preprocess_state(self, *args: Any, **kwargs: Any) -> None:
             super().preprocess_state(*args, **kwargs)
