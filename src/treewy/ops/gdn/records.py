@@ -40,6 +40,38 @@ class History(NamedTuple):
         return self.u.shape[1]
 
 
+class StackedRecord(NamedTuple):
+    """The records of a model's layers, one behind the other; `Record` says what they hold."""
+
+    u: Float[Tensor, "L N HV V"]
+    k: Float[Tensor, "L N H K"]
+    decay_high: Float[Tensor, "L N HV"]
+    decay_low: Float[Tensor, "L N HV"]
+
+    def layer(self, i: int) -> Record:
+        """Return a view of one layer's."""
+        return Record(*(part[i] for part in self))
+
+
+class StackedHistory(NamedTuple):
+    """The histories of a model's layers, one behind the other, with the lengths that they share; see `History`."""
+
+    u: Float[Tensor, "L S C HV V"]
+    k: Float[Tensor, "L S C H K"]
+    decay_high: Float[Tensor, "L S C HV"]
+    decay_low: Float[Tensor, "L S C HV"]
+    lengths: Int[Tensor, "S"]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that each slot has places for (C)."""
+        return self.u.shape[2]
+
+    def layer(self, i: int) -> History:
+        """Return a view of one layer's."""
+        return History(*(part[i] for part in self[:4]), self.lengths)
+
+
 class Snapshots(NamedTuple):
     """What `verify_snapshots` keeps: the whole state after each row."""
 
