@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from treewy.ops.gdn import History, Record
+from treewy.ops.gdn import History, Record, StackedHistory, StackedRecord
 from treewy.shapes import Int, Tensor
 
 
@@ -66,17 +66,17 @@ class Memory:
         layers, heads = (sizes.num_layers,), (sizes.num_heads, sizes.key_dim)
         values = (sizes.num_value_heads, sizes.value_dim)
 
-        def rows(*leading: int) -> Record:
+        def rows(*leading: int) -> StackedRecord:
             shape = layers + leading
             # Said out loud: models are built under a default dtype of their own.
             decays = [torch.zeros(*shape, sizes.num_value_heads, dtype=torch.float32, device=device) for _ in range(2)]
             u = torch.zeros(*shape, *values, dtype=sizes.u_dtype, device=device)
-            return Record(u, torch.zeros(*shape, *heads, dtype=sizes.k_dtype, device=device), *decays)
+            return StackedRecord(u, torch.zeros(*shape, *heads, dtype=sizes.k_dtype, device=device), *decays)
 
         self.step = rows(sizes.num_step_rows)
         kept = rows(sizes.num_requests, sizes.kept_rows)
         self.lengths: Int[Tensor, "R"] = torch.zeros(sizes.num_requests, dtype=torch.int32, device=device)
-        self.kept = History(*kept, self.lengths)
+        self.kept = StackedHistory(*kept, self.lengths)
 
     def step_of(self, layer: int, num_rows: int) -> Record:
         """Return where a layer writes the record of the step's first `num_rows` rows."""

@@ -13,7 +13,6 @@ from treewy.ops import gdn
 from treewy.ops import tree as trees
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Int, Tensor
-from treewy.vllm_plugin._tmp_append import append_layers
 from treewy.vllm_plugin.memory import Memory
 
 
@@ -106,7 +105,8 @@ class Step:
         starts = tables.tree.cu_rows[:count]
         path = PathTables(starts[:, None] + self._along, num_sampled[:count].clamp(min=1).to(torch.int32))
         gdn.settle(memory.lengths, places, self._none[:count], fold, backend=self.backend)
-        append_layers(memory.kept, places, memory.step, path, backend=self.backend)
+        gdn.append_layers(memory.kept, places, memory.step, path, backend=self.backend)
+        gdn.settle(memory.lengths, places, path.lengths, self._none[:count], backend=self.backend)
         self.tables = None
 
     def forget(self, request: int) -> None:
