@@ -51,7 +51,12 @@ def layer_class(vllm: ModuleType) -> type:
             self.treewy = shared or _make_shared(self, vllm_config, wanted)
             self.enable_fused_gdn_spec_decode = False
             self._forward_method = self.forward_cuda
-            self._gates: tuple[int, Tensor, Tensor] | None = None
+            if self.dt_bias.is_cuda:
+                # Our kernel reads it in float32. The parameter itself is: weights may be loaded again at any time, and a
+                # converted copy would not know. vLLM's own kernels convert as they load.
+                loader = self.dt_bias.weight_loader
+                self.dt_bias = torch.nn.Parameter(self.dt_bias.data.float())
+                vllm.set_weight_attrs(self.dt_bias, {"weight_loader": loader})
 
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             spec = super().get_kv_cache_spec(vllm_config)
@@ -99,9 +104,8 @@ def layer_class(vllm: ModuleType) -> type:
             conv_out = vllm.chain_conv(self, metadata, mixed_qkv[:rows], shared.memory.sizes.step_rows)
             q, k, v = conv_out.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
             heads = self.num_k_heads // self.tp_size
-            a_log, dt_bias = self._gates_in_float32()
             x = gdn.Projections(
-                q.view(rows, heads, -1), k.view(rows, heads, -1), v.view(rows, -1, self.head_v_dim), a[:rows], b[:rows], a_log, dt_bias
+                q.view(rows, heads, -1), k.view(rows, heads, -1), v.view(rows, -1, self.head_v_dim), a[:rows], b[:rows], self.A_log, self.dt_bias
             )
             out = gdn.Verified(core_attn_out[:rows], shared.memory.step_of(self.treewy_number, rows))
             prior = _prior(shared.memory, self.treewy_number, tables)
@@ -111,12 +115,6 @@ def layer_class(vllm: ModuleType) -> type:
                     tables.tree.cu_rows, metadata.num_accepted_tokens,
                 )
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
-
-        def _gates_in_float32(self) -> tuple[Tensor, Tensor]:
-            version = self.A_log._version + self.dt_bias._version  # weights may be loaded again
-            if self._gates is None or self._gates[0] != version:
-                self._gates = version, self.A_log.detach().float(), self.dt_bias.detach().float()
-            return self._gates[1:]
 
     GatedDeltaNet.__name__ = vllm.QwenGatedDeltaNetAttention.__name__
     return GatedDeltaNet

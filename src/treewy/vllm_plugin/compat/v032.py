@@ -9,6 +9,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core as cpu_core
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states import mamba_hybrid
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -30,6 +31,7 @@ __all__ = [
     "get_forward_context",
     "mamba_hybrid",
     "one_state_per_request",
+    "set_weight_attrs",
     "state_of",
 ]
 
