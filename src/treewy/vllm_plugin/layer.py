@@ -11,7 +11,7 @@ from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
 from treewy.vllm_plugin.options import Options, parse
-from treewy.vllm_plugin.state import shared_of
+from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.step import Step, Tables
 
 
@@ -23,6 +23,12 @@ class Shared(NamedTuple):
     step: Step
     backend: str
     checker: Checker | None
+
+    def forget(self, request: int) -> None:
+        """Drop what is known of a request: another one has its index now, or it begins again."""
+        self.step.forget(request)
+        if self.checker is not None:
+            self.checker.forget(request)
 
 
 def layer_class(vllm: ModuleType) -> type:
@@ -43,12 +49,9 @@ def layer_class(vllm: ModuleType) -> type:
             wanted = parse(vllm_config.additional_config)
             if not wanted.active:
                 return
-            shared = shared_of(vllm_config)
-            self.treewy_number = sum(
-                getattr(layer, "treewy", None) is not None
-                for layer in vllm_config.compilation_config.static_forward_context.values()
-            )
-            self.treewy = shared or _make_shared(self, vllm_config, wanted)
+            others = layers_of(vllm_config)
+            self.treewy_number = len(others)
+            self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
             self.enable_fused_gdn_spec_decode = False
             self._forward_method = self.forward_cuda
             if self.dt_bias.is_cuda:
@@ -111,7 +114,7 @@ def layer_class(vllm: ModuleType) -> type:
             prior = _prior(shared.memory, self.treewy_number, tables)
             if shared.checker is not None:
                 shared.checker.observe(
-                    self.treewy_number, x, vllm.state_of(self), slots, memory.kept_of(self.treewy_number), tables.places,
+                    self.treewy_number, x, vllm.state_of(self), slots, memory.kept.layer(self.treewy_number), tables.places,
                     tables.tree.cu_rows, metadata.num_accepted_tokens,
                 )
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
@@ -121,7 +124,7 @@ def layer_class(vllm: ModuleType) -> type:
 
 
 def _prior(memory: Memory, layer: int, tables: Tables) -> gdn.Prior:
-    return gdn.Prior(memory.kept_of(layer), None, None, tables.fold, places=tables.places)
+    return gdn.Prior(memory.kept.layer(layer), None, None, tables.fold, places=tables.places)
 
 
 def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:

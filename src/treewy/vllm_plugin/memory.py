@@ -82,11 +82,6 @@ class Memory:
         """Return where a layer writes the record of the step's first `num_rows` rows."""
         return Record(*(part[layer, :num_rows] for part in self.step))
 
-    def kept_of(self, layer: int) -> History:
-        """Return a layer's histories."""
-        *parts, lengths = self.kept
-        return History(*(part[layer] for part in parts), lengths)
-
     @property
     def num_bytes(self) -> int:
         """Bytes of everything, summed over the tensors themselves."""

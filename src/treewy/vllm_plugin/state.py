@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.step import Drafted
 
 
@@ -21,47 +22,69 @@ def model_state_class(vllm: ModuleType) -> type:
 
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(vllm_config, *args, **kwargs)
-            shared = shared_of(vllm_config)
-            self.treewy_step = None if shared is None else shared.step
-            self.treewy_checker = None if shared is None else shared.checker
+            self.treewy_layers = layers_of(vllm_config)
+            self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
             self._runs_requests = False
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
-            if self.treewy_step is not None:
-                self.treewy_step.forget(req_index)
-            if self.treewy_checker is not None:
-                self.treewy_checker.forget(req_index)
+            if self.treewy is not None:
+                self.treewy.forget(req_index)
 
-        def preprocess_state(self, *args: Any, **kwargs: Any) -> None:
-            super().preprocess_state(*args, **kwargs)
-            self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
+        def preprocess_state(
+            self, input_batch: Any, block_tables: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if self.treewy is not None:
+                self._flush_undrafted(input_batch, block_tables, kv_cache_config)
+                self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
+            super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
         def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            if self.treewy_step is not None:
+            if self.treewy is not None:
+                drafted = _drafted(vllm, input_batch) if self._runs_requests else _nobody(input_batch)
+                self._runs_requests = False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
-                sizes = np.asarray(input_batch.num_scheduled_tokens[: input_batch.num_reqs], dtype=np.int32)
-                if self._runs_requests:
-                    chosen = vllm.drafted_rows(input_batch)
-                    drafted = Drafted(chosen, input_batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
-                else:
-                    batch = np.arange(len(sizes))
-                    drafted = Drafted(batch, np.full(len(sizes), -1, np.int32), sizes)
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
-                self.treewy_step.begin(drafted, num_seqs, num_rows)
-                self._runs_requests = False
+                self.treewy.step.begin(drafted, num_seqs, num_rows)
             return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
-            if self.treewy_step is not None:
-                self.treewy_step.finish(num_sampled)
+            if self.treewy is not None:
+                self.treewy.step.finish(num_sampled)
+
+        def _flush_undrafted(self, batch: Any, block_tables: Any, kv_cache_config: Any) -> None:
+            """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
+            others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
+            others = others[self.treewy.step.keeps[batch.idx_mapping_np[others]]]
+            if not len(others):
+                return
+            rows = torch.as_tensor(others, device=batch.idx_mapping.device)
+            requests = batch.idx_mapping[rows].long()
+            groups = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
+            slots = [block_tables[groups[layer.prefix]][rows, 0] for layer in self.treewy_layers]
+            flush(vllm, self.treewy_layers, slots, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
+            self.num_accepted_tokens_gpu[requests] = 1
+            for request in batch.idx_mapping_np[others]:
+                self.treewy.forget(int(request))
 
     return ModelState
 
 
-def shared_of(vllm_config: Any) -> Any:
-    """Return what the plugin's layers of this engine share, or None where it has none."""
+def layers_of(vllm_config: Any) -> list[Any]:
+    """Return the plugin's layers of an engine, in the order of the model."""
     layers = vllm_config.compilation_config.static_forward_context.values()
-    return next((layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None), None)
+    return [layer for layer in layers if getattr(layer, "treewy", None) is not None]
+
+
+def _drafted(vllm: ModuleType, batch: Any) -> Drafted:
+    chosen = vllm.drafted_rows(batch)
+    sizes = np.asarray(batch.num_scheduled_tokens, dtype=np.int32)
+    return Drafted(chosen, batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
+
+
+def _nobody(batch: Any) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing."""
+    sizes = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], dtype=np.int32)
+    return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)

@@ -55,6 +55,11 @@ class Step:
     Args:
         memory: What it moves rows in.
         backend: Backend of the ops that it calls.
+
+    Attributes:
+        drafted: The requests that the running step verifies.
+        keeps: Per request, whether it may keep rows. How many, only the device knows.
+        tables: Of the running step; None between steps.
     """
 
     def __init__(self, memory: Memory, backend: str | None = None) -> None:
@@ -70,6 +75,7 @@ class Step:
         self._starts = torch.arange(seqs + 1, **options) * sizes.step_rows
         self._holds_full_chains = False
         self.drafted = Drafted(*(np.zeros(0, np.int32),) * 3)
+        self.keeps = np.zeros(seqs, bool)
         self.tables: Tables | None = None
 
     def begin(self, drafted: Drafted, num_seqs: int, num_rows: int) -> None:
@@ -107,11 +113,14 @@ class Step:
         gdn.settle(memory.lengths, places, self._none[:count], fold, backend=self.backend)
         gdn.append_layers(memory.kept, places, memory.step, path, backend=self.backend)
         gdn.settle(memory.lengths, places, path.lengths, self._none[:count], backend=self.backend)
+        self.keeps[self.drafted.requests] = True
         self.tables = None
 
     def forget(self, request: int) -> None:
-        """Drop what a request keeps: another one has its index now, or it begins again."""
-        self.memory.lengths[request].fill_(0)
+        """Drop what a request keeps: another one has its index now, it begins again, or its page has it all."""
+        if self.keeps[request]:
+            self.memory.lengths[request].fill_(0)
+            self.keeps[request] = False
 
     def _tree(self, sizes: Int[np.ndarray, "B"], num_seqs: int, num_rows: int) -> TreeTables:
         parents, cu_rows, *tables, max_rows = self._buffers

@@ -21,6 +21,11 @@ def state_of(layer: Any) -> Float[Tensor, "S HV V K"]:
     return states.view(slots, heads, key_dim, value_dim).transpose(-1, -2)
 
 
+def window_of(layer: Any, *, dim_first: bool) -> Float[Tensor, "S C X"]:
+    """Return the rolling windows of a layer's pages, channels first."""
+    return layer.kv_cache[0] if dim_first else layer.kv_cache[0].transpose(-1, -2)
+
+
 def chain_conv(
     layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int, *, dim_first: bool, update: Any
 ) -> Float[Tensor, "N C"]:
@@ -34,7 +39,7 @@ def chain_conv(
         dim_first: Whether windows lie channels first.
         update: vLLM's kernel.
     """
-    window = layer.kv_cache[0] if dim_first else layer.kv_cache[0].transpose(-1, -2)
+    window = window_of(layer, dim_first=dim_first)
     slots = metadata.spec_state_indices_tensor[:, 0]
     if x.is_cuda:
         weight = layer.conv1d.weight.view(layer.conv1d.weight.size(0), layer.conv1d.weight.size(2))

@@ -31,6 +31,7 @@ __all__ = [
     "one_state_per_request",
     "set_weight_attrs",
     "state_of",
+    "window_of",
 ]
 
 
@@ -43,3 +44,8 @@ def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int
     """See `common.chain_conv`."""
     update = causal_conv1d.causal_conv1d_update
     return common.chain_conv(layer, metadata, x, max_rows, dim_first=is_conv_state_dim_first(), update=update)
+
+
+def window_of(layer: Any) -> Float[Tensor, "S C X"]:
+    """See `common.window_of`."""
+    return common.window_of(layer, dim_first=is_conv_state_dim_first())
