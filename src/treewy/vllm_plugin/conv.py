@@ -37,6 +37,6 @@ def chain_conv(
         inputs = torch.cat([columns[:, :older], rows], dim=1)
         y = functional.conv1d(inputs[None], weight[:, None], bias, groups=len(weight))[0]
         out[starts[seq] : starts[seq + 1]] = functional.silu(y).T
-        kept = columns[:, 1 : 1 + window.shape[2] - rows.shape[1]]
-        window[slot] = torch.cat([kept, rows], dim=1)
+        moved = torch.cat([columns[:, 1:older], rows], dim=1)
+        window[slot, :, : moved.shape[1]] = moved
     return out
