@@ -40,7 +40,6 @@ class Engine:
         self.step, self.checker = Step(self.memory, "eager"), Checker(1)
         self.random = torch.Generator().manual_seed(seed)
         self.states = self.normal(LAYERS, 9, VALUE_HEADS, DIM, DIM) * 0.3
-        self.accepted: dict[int, int] = {}
         self.gates = self.normal(VALUE_HEADS), self.normal(VALUE_HEADS)
         self.outputs: list[torch.Tensor] = []
 
@@ -52,7 +51,6 @@ class Engine:
         """Let another request have an index."""
         self.step.forget(request)
         self.checker.forget(request)
-        self.accepted.pop(request, None)
 
     def run(self, requests: list[int], slots: list[int], rows: list[int], sampled: list[int], *, padding: int = 0) -> None:
         """Run a step: verify chains, then accept of each the root and `sampled` - 1 drafts."""
@@ -62,7 +60,6 @@ class Engine:
         tables = self.step.tables
         assert tables is not None
         at = torch.tensor([*slots, *[-1] * padding], dtype=torch.int32)
-        accepted = torch.tensor([*(self.accepted.get(request, 1) for request in requests), *[1] * padding])
         for layer in range(LAYERS):
             x = gdn.Projections(
                 *(self.normal(total + padding, heads, DIM) for heads in (HEADS, HEADS, VALUE_HEADS)),
@@ -70,12 +67,10 @@ class Engine:
                 *self.gates,
             )
             kept = self.memory.kept.layer(layer)
-            self.checker.observe(
-                layer, x, self.states[layer], at, kept, tables.places, tables.tree.cu_rows, accepted
-            )
+            self.checker.observe(layer, x, self.states[layer], at, kept, tables.places, tables.tree.cu_rows)
             out = gdn.Verified(torch.empty_like(x.v), self.memory.step_of(layer, total + padding))
             prior = gdn.Prior(kept, None, None, tables.fold, places=tables.places)
             gdn.commit_verify(x, self.states[layer], at, tables.tree, prior=prior, out=out, backend="eager")
             self.outputs.append(out.o[:total].clone())
+        self.checker.accept(requests, sampled)
         self.step.finish(torch.tensor(sampled))
-        self.accepted |= dict(zip(requests, (max(1, n) for n in sampled), strict=True))

@@ -1,5 +1,6 @@
 """Debugging inside the engine: states that were rebuilt from rows, compared with the recurrence walked row by row."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +42,15 @@ class Checker:
         self.every, self.num_checks, self.largest = every, 0, 0.0
         self._seen: dict[tuple[int, int], Seen] = {}
         self._steps: dict[int, int] = {}
+        self._accepted: dict[int, int] = {}
 
     def forget(self, request: int) -> None:
         """Drop what is known of a request."""
         self._seen = {key: seen for key, seen in self._seen.items() if key[1] != request}
+
+    def accept(self, requests: Iterable[int], num_sampled: Sequence[int]) -> None:
+        """Take what the step sampled for each request; see `Step.finish`."""
+        self._accepted |= {int(request): max(1, int(n)) for request, n in zip(requests, num_sampled, strict=True)}
 
     def observe(
         self,
@@ -55,7 +61,6 @@ class Checker:
         kept: gdn.History,
         places: Int[Tensor, "B"],
         cu_rows: Int[Tensor, "B1"],
-        accepted: Int[Tensor, "B"],
     ) -> None:
         """Take a step of a layer, before it commits and verifies: advance the walks, compare, and note the step's rows.
 
@@ -67,7 +72,6 @@ class Checker:
             kept: Its kept rows.
             places: Request of each sequence.
             cu_rows: Row boundaries of the sequences.
-            accepted: Rows that each accepted in its last step.
         """
         self._steps[layer] = self._steps.get(layer, -1) + 1
         compares = self._steps[layer] % self.every == 0
@@ -81,7 +85,7 @@ class Checker:
                 continue
             seen, now = self._seen.get((layer, request)), state[slot].double()
             if seen is not None:
-                walked = walk(seen, int(accepted[seq]))
+                walked = walk(seen, self._accepted[request])
                 if compares:
                     self._compare(walked, materialised(now, kept, request))
                 now = walked

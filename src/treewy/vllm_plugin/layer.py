@@ -24,6 +24,13 @@ class Shared(NamedTuple):
     backend: str
     checker: Checker | None
 
+    def finish(self, num_sampled: Tensor) -> None:
+        """Keep what the step accepted."""
+        drafted = self.step.drafted
+        if self.checker is not None and self.step.tables is not None:
+            self.checker.accept(drafted.requests, num_sampled[torch.from_numpy(drafted.batch).long()].tolist())
+        self.step.finish(num_sampled)
+
     def forget(self, request: int) -> None:
         """Drop what is known of a request: another one has its index now, or it begins again."""
         self.step.forget(request)
@@ -115,7 +122,7 @@ def layer_class(vllm: ModuleType) -> type:
             if shared.checker is not None:
                 shared.checker.observe(
                     self.treewy_number, x, vllm.state_of(self), slots, memory.kept.layer(self.treewy_number), tables.places,
-                    tables.tree.cu_rows, metadata.num_accepted_tokens,
+                    tables.tree.cu_rows,
                 )
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
 

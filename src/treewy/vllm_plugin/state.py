@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from treewy.vllm_plugin.flush import flush
+from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted
 
 
@@ -25,6 +26,10 @@ def model_state_class(vllm: ModuleType) -> type:
             self.treewy_layers = layers_of(vllm_config)
             self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
             self._runs_requests = False
+            self._tables: list[torch.Tensor] = []
+            self.boundaries = None
+            if self.treewy is not None and self._align_mode:
+                self.boundaries = Boundaries(vllm, self.treewy_layers, self.cache_config.mamba_block_size)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
@@ -35,7 +40,10 @@ def model_state_class(vllm: ModuleType) -> type:
             self, input_batch: Any, block_tables: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
         ) -> None:
             if self.treewy is not None:
-                self._flush_undrafted(input_batch, block_tables, kv_cache_config)
+                groups = kv_cache_config.kv_cache_groups
+                of_layer = {name: table for group, table in zip(groups, block_tables, strict=True) for name in group.layer_names}
+                self._tables = [of_layer[layer.prefix] for layer in self.treewy_layers]
+                self._flush_undrafted(input_batch)
                 self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
             super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
@@ -47,14 +55,31 @@ def model_state_class(vllm: ModuleType) -> type:
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
                 self.treewy.step.begin(drafted, num_seqs, num_rows)
+                if self.boundaries is not None:
+                    self.boundaries.begin(drafted, input_batch.num_computed_tokens_np, self._tables)
             return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
-            super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
             if self.treewy is not None:
-                self.treewy.step.finish(num_sampled)
+                self.treewy.finish(num_sampled)
+            super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
 
-        def _flush_undrafted(self, batch: Any, block_tables: Any, kv_cache_config: Any) -> None:
+        def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+            super().initialize_kv_cache(*args, **kwargs)
+            self._split_copies()
+
+        def _ensure_align_ctx(self, *args: Any, **kwargs: Any) -> Any:
+            super()._ensure_align_ctx(*args, **kwargs)
+            self._split_copies()
+            return self._mamba_ctx
+
+        def _split_copies(self) -> None:
+            """Let boundaries have the last word where pages are copied; vLLM makes its copies at a time of its own."""
+            copies = getattr(self, "_mamba_ctx", None)
+            if self.boundaries is not None and copies is not None and not isinstance(copies, SplitCopies):
+                self._mamba_ctx = SplitCopies(copies, *vllm.split_copies(copies), self.boundaries)
+
+        def _flush_undrafted(self, batch: Any) -> None:
             """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
             others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
             others = others[self.treewy.step.keeps[batch.idx_mapping_np[others]]]
@@ -62,9 +87,9 @@ def model_state_class(vllm: ModuleType) -> type:
                 return
             rows = torch.as_tensor(others, device=batch.idx_mapping.device)
             requests = batch.idx_mapping[rows].long()
-            groups = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
-            slots = [block_tables[groups[layer.prefix]][rows, 0] for layer in self.treewy_layers]
-            flush(vllm, self.treewy_layers, slots, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
+            block = self._mamba_state_idx_gpu[requests].long() if self._align_mode else torch.zeros_like(requests)
+            pages = [table[rows, block] for table in self._tables]
+            flush(vllm, self.treewy_layers, pages, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
             self.num_accepted_tokens_gpu[requests] = 1
             for request in batch.idx_mapping_np[others]:
                 self.treewy.forget(int(request))

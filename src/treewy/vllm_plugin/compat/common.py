@@ -7,6 +7,13 @@ from treewy.shapes import Float, Tensor
 from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
 
 
+# What vLLM's copies between pages know of each window and state.
+COLUMNS = (
+    *("state_base_addrs", "state_block_strides", "state_elem_sizes", "state_inner_sizes", "state_conv_widths"),
+    *("state_group_indices", "state_dim_row_count", "state_dim_row_stride"),
+)
+
+
 def one_state_per_request(spec: Any) -> Any:
     """Return a layer's cache spec without the blocks that hold a state per draft."""
     return dataclasses.replace(spec, num_speculative_blocks=0)
@@ -60,3 +67,16 @@ def chain_conv(
     count = metadata.num_spec_decodes
     cu_rows = metadata.spec_query_start_loc[: count + 1]
     return eager_chain_conv(x, window, weight, layer.conv1d.bias, slots[:count], metadata.num_accepted_tokens[:count], cu_rows)
+
+
+def split_copies(copies: Any) -> tuple[Any, Any]:
+    """Return vLLM's copies between pages for convolution windows alone, and for states alone."""
+    return tuple(_subset(copies, chosen) for chosen in (copies.state_conv_widths > 0, copies.state_conv_widths == 0))
+
+
+def _subset(copies: Any, chosen: Tensor) -> Any:
+    columns = {name: getattr(copies, name)[chosen] for name in COLUMNS}
+    count = int(chosen.sum())
+    if hasattr(copies, "num_states"):
+        return dataclasses.replace(copies, **columns, num_states=count)
+    return dataclasses.replace(copies, **columns, num_layers=count, num_state_types=1)

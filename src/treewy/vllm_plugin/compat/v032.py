@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.compat import common
-from treewy.vllm_plugin.compat.common import one_state_per_request, state_of
+from treewy.vllm_plugin.compat.common import one_state_per_request, split_copies, state_of
 
 __all__ = [
     "CUDAGraphMode",
@@ -32,6 +32,7 @@ __all__ = [
     "mamba_hybrid",
     "one_state_per_request",
     "set_weight_attrs",
+    "split_copies",
     "state_of",
     "window_of",
 ]
