@@ -65,7 +65,7 @@ def read(vllm_config: Any) -> Facts:
         drafts=None if speculative is None else speculative.num_speculative_tokens,
         model=str(model.model),
         model_type=str(getattr(text, "model_type", None)),
-        num_linear_layers=list(getattr(text, "layer_types", None) or ()).count(LINEAR),
+        num_linear_layers=sum(kind == LINEAR for kind in getattr(text, "layer_types", None) or ()),
         is_v2=vllm_config.use_v2_model_runner,
         prefix_caching=bool(cache.enable_prefix_caching),
         cache_mode=cache.mamba_cache_mode,

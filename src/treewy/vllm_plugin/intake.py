@@ -21,14 +21,13 @@ MARK = "_wrapped_by_treewy"
 
 def install() -> None:
     """Wrap both methods, once per process."""
-    from vllm.engine.arg_utils import EngineArgs
-
+    arguments = compat.engine_arguments()
     for name, wrapper in (("create_speculative_config", _moving_options), ("create_engine_config", _refusing)):
-        method = getattr(EngineArgs, name)
+        method = getattr(arguments, name)
         if not hasattr(method, MARK):
             wrapped = wrapper(method)
             setattr(wrapped, MARK, True)
-            setattr(EngineArgs, name, wrapped)
+            setattr(arguments, name, wrapped)
 
 
 def move_options(arguments: Any) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import NamedTuple
 
 from treewy.errors import UnsupportedError
@@ -51,12 +51,12 @@ def installed() -> Version:
             continue
     # A source tree on the path has no metadata.
     try:
-        from vllm import __version__
+        vllm = import_module("vllm")
     except ImportError:
         raise UnsupportedError(
             f"The plugin needs vLLM; it is not installed. Install {SUPPORTED}, in an environment of its own."
         ) from None
-    return Version.parse(__version__)
+    return Version.parse(vllm.__version__)
 
 
 def is_tested(version: Version) -> bool:

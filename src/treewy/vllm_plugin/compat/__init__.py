@@ -1,5 +1,7 @@
 """The only importers of vLLM's private names: `names()` is the module of those of the installed version."""
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
 from types import ModuleType
 
 from treewy.vllm_plugin.versions import Version, installed
@@ -22,6 +24,13 @@ def names() -> ModuleType:
     from treewy.vllm_plugin.compat import v032
 
     return v032
+
+
+def engine_arguments() -> type:
+    """Return `EngineArgs`, which every front end makes its configuration with: in any version of vLLM."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs
 
 
 def platform() -> str:

@@ -1,5 +1,7 @@
 """Private names of vLLM 0.26."""
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
