@@ -38,19 +38,7 @@ class Options:
     ring_capacity: int = 16
 
     def __post_init__(self) -> None:
-        if self.commit not in get_args(Commit):
-            raise RequestError(
-                f"{COMMIT} must be one of {', '.join(get_args(Commit))}; got {self.commit!r:.80}. Use one."
-            )
-        _check_count(CHECK_EVERY, self.check_every, 0, None, "Use 0 to check nothing.")
-        _check_count(RING_CAPACITY, self.ring_capacity, 1, MAX_ROWS, "Use 16, say.")
-        if self.widths is not None:
-            _check_widths(self.widths)
-        if self.widths is not None and self.commit == "store_all":
-            raise RequestError(
-                f"{WIDTHS} needs a commit policy that rebuilds one state of a tree; got {list(self.widths)} and {COMMIT} "
-                f'\'store_all\'. Add "{COMMIT}": "reconstruct" or "ring", or leave {WIDTHS} out.'
-            )
+        _check(self.commit, self.widths, self.check_every, self.ring_capacity)
 
     @property
     def active(self) -> bool:
@@ -101,14 +89,31 @@ def parse(additional_config: Any) -> Options:
             f"Options of treewy must be among {', '.join(KEYS)}; got {', '.join(map(repr, unknown)):.200}. Mend the name "
             "or leave it out."
         )
-    given = {key: value for key, value in section.items() if value is not None}
-    widths = given.get(WIDTHS)
-    return Options(
-        commit=given.get(COMMIT, Options.commit),
-        widths=tuple(widths) if isinstance(widths, list | tuple) else widths,
-        check_every=given.get(CHECK_EVERY, Options.check_every),
-        ring_capacity=given.get(RING_CAPACITY, Options.ring_capacity),
+    widths = section.get(WIDTHS)
+    values = (
+        section.get(COMMIT, Options.commit),
+        tuple(widths) if isinstance(widths, list | tuple) else widths,
+        section.get(CHECK_EVERY, Options.check_every),
+        section.get(RING_CAPACITY, Options.ring_capacity),
     )
+    # Before they pass for what the annotations say: they are JSON.
+    _check(*values)
+    return Options(*values)
+
+
+def _check(commit: Any, widths: Any, check_every: Any, ring_capacity: Any) -> None:
+    if commit not in get_args(Commit):
+        raise RequestError(f"{COMMIT} must be one of {', '.join(get_args(Commit))}; got {commit!r:.80}. Use one.")
+    _check_count(CHECK_EVERY, check_every, 0, None, "Use 0 to check nothing.")
+    _check_count(RING_CAPACITY, ring_capacity, 1, MAX_ROWS, "Use 16, say.")
+    if widths is None:
+        return
+    _check_widths(widths)
+    if commit == "store_all":
+        raise RequestError(
+            f"{WIDTHS} needs a commit policy that rebuilds one state of a tree; got {list(widths)} and {COMMIT} "
+            f'\'store_all\'. Add "{COMMIT}": "reconstruct" or "ring", or leave {WIDTHS} out.'
+        )
 
 
 def _check_widths(widths: Any) -> None:
