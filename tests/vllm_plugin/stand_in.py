@@ -22,7 +22,6 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
             mamba_cache_dtype="auto",
             mamba_ssm_cache_dtype="float32",
             cache_dtype="auto",
-            kv_offloading_size=None,
         ),
         "parallel": SimpleNamespace(
             pipeline_parallel_size=1,

@@ -99,7 +99,7 @@ def test_a_running_engine_is_read() -> None:
     """From its groups of layers, whose states are those with speculative blocks."""
     expected = blocks_of(3)._replace(states_per_request=1)
     window, state = (8192, 6), (32, 128, 128)
-    attention = SimpleNamespace(block_size=1072, page_size_bytes=expected.page_bytes)
+    attention = SimpleNamespace(head_size=256, block_size=1072, page_size_bytes=expected.page_bytes)
     recurrent = SimpleNamespace(
         block_size=4096,
         page_size_bytes=expected.page_bytes,
@@ -115,6 +115,13 @@ def test_a_running_engine_is_read() -> None:
     assert read_layout(config) == expected
     recurrent.num_speculative_blocks = 3
     assert read_layout(config) == blocks_of(3)
+    attention.page_size_bytes += 1
+    assert read_layout(config) is None
+    for kinds in ([recurrent], [attention], [recurrent, attention, SimpleNamespace()]):
+        for spec in kinds:
+            spec.page_size_bytes = 1
+        one_each = [SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec) for spec in kinds]
+        assert read_layout(SimpleNamespace(kv_cache_groups=one_each)) is None
 
 
 def test_the_log() -> None:

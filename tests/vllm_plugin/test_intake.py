@@ -16,6 +16,7 @@ class EngineArgs:
 
     def __init__(self, speculative: Any = None, additional: Any = None, **changes: Any) -> None:
         self.speculative_config, self.additional_config, self.changes = speculative, additional, changes
+        self.spec_tokens: int | None = None
         self.seen: list[Any] = []
 
     def create_speculative_config(self, target_model_config: Any, target_parallel_config: Any) -> Any:
@@ -43,8 +44,8 @@ def engine_args(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
     return patched
 
 
-def moved(speculative: Any, additional: Any = None) -> SimpleNamespace:
-    arguments = SimpleNamespace(speculative_config=speculative, additional_config=additional)
+def moved(speculative: Any, additional: Any = None, spec_tokens: int | None = None) -> SimpleNamespace:
+    arguments = SimpleNamespace(speculative_config=speculative, additional_config=additional, spec_tokens=spec_tokens)
     intake.move_options(arguments)
     return arguments
 
@@ -93,6 +94,25 @@ def test_the_same_option_twice() -> None:
 def test_no_place_to_move_to(additional: Any, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         moved({"mamba_state_commit": "ring"}, additional)
+
+
+TREE = {"mamba_state_commit": "ring", "draft_tree_widths": [2, 2]}
+
+
+@pytest.mark.parametrize("given", [{"num_speculative_tokens": 6}, {"num-speculative-tokens": 6}, {}])
+def test_a_tree_is_counted_before_vllm_counts(given: dict[str, int]) -> None:
+    """Where vLLM is told: in the speculative configuration or by the flag of its own."""
+    assert moved(TREE | given, spec_tokens=None if given else 6).speculative_config == given
+    wrong = dict.fromkeys(given, 7)
+    with pytest.raises(RequestError, match=r'\[2, 2\] has 6, .* is (7|None)\. Pass "num_speculative_tokens": 6\.'):
+        moved(TREE | wrong)
+
+
+def test_bad_values_are_refused_before_vllm_sees_them() -> None:
+    with pytest.raises(RequestError, match="must be one of store_all, reconstruct, ring; got 'x'"):
+        moved({"mamba_state_commit": "x"})
+    with pytest.raises(RequestError, match="check_every must be an integer of at least 0; got -1"):
+        moved({"mamba_state_commit": "ring"}, {"treewy": {"check_every": -1}})
 
 
 def test_a_configuration_has_the_options(engine_args: type[EngineArgs]) -> None:

@@ -51,7 +51,6 @@ REFUSED = [
     ),
     ({"parallel__use_ubatching": True}, "batches that run whole", "enable_dbo or ubatch_size", "Leave both out"),
     ({"transfer__kv_connector": "Nixl"}, "KV connector does not see", "Nixl is on", "Leave connectors"),
-    ({"cache__kv_offloading_size": 4.0}, "KV connector does not see", "kv_offloading_size is on", "offloading out"),
     ({"lora_config": object()}, "LoRA", "adapters are enabled", "Leave --enable-lora out"),
     (
         {"speculative__num_speculative_tokens_per_batch_size": [(1, 8, 3)]},

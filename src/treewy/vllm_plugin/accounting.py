@@ -103,17 +103,22 @@ def predict_layout(spec: ModelSpec, *, drafts: int, dtype: str, state_dtype: str
     return layout(spec, "store_all", drafts=drafts, dtype=dtype, state_dtype=state_dtype)
 
 
-def read_layout(kv_cache_config: Any) -> Layout:
-    """Return the blocks of a running engine from vLLM's `KVCacheConfig`: exact for every drafter."""
+def read_layout(kv_cache_config: Any) -> Layout | None:
+    """Return the blocks of a running engine from vLLM's `KVCacheConfig`, whoever drafts.
+
+    None where its groups are not of layers with pages of one size, softmax or recurrent: then its blocks are of another kind.
+    """
     groups = [(len(group.layer_names), group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     states = [spec for _, spec in groups if hasattr(spec, "num_speculative_blocks")]
-    attention = [spec for _, spec in groups if not hasattr(spec, "num_speculative_blocks")]
+    attention = [spec for _, spec in groups if hasattr(spec, "head_size")]
+    pages = {spec.page_size_bytes for _, spec in groups}
+    if not states or not attention or len(states) + len(attention) < len(groups) or len(pages) > 1:
+        return None
+    shapes = zip(states[0].shapes, states[0].dtypes, strict=True)
     return Layout(
         block_size=attention[0].block_size,
-        state_bytes=sum(
-            prod(shape) * dtype.itemsize for shape, dtype in zip(states[0].shapes, states[0].dtypes, strict=True)
-        ),
-        page_bytes=states[0].page_size_bytes,
+        state_bytes=sum(prod(shape) * dtype.itemsize for shape, dtype in shapes),
+        page_bytes=pages.pop(),
         group_size=max(num_layers for num_layers, _ in groups),
         num_attention_groups=len(attention),
         num_state_groups=len(states),

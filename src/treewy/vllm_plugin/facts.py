@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 def read(vllm_config: Any) -> Facts:
     """Read a `VllmConfig`."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    speculative, text = vllm_config.speculative_config, model.hf_text_config
+    speculative, transfer, text = vllm_config.speculative_config, vllm_config.kv_transfer_config, model.hf_text_config
     return Facts(
         platform=platform(),
         drafts=None if speculative is None else speculative.num_speculative_tokens,
@@ -76,7 +76,8 @@ def read(vllm_config: Any) -> Facts:
         pipeline=parallel.pipeline_parallel_size,
         context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),
         ubatches=bool(parallel.use_ubatching),
-        kv_connector=_kv_connector(vllm_config),
+        # Offloading is a connector too, by the time that a configuration is whole.
+        kv_connector=None if transfer is None else transfer.kv_connector,
         lora=vllm_config.lora_config is not None,
         dynamic_drafts=None if speculative is None else _dynamic_drafts(speculative),
         acceptance="standard" if speculative is None else speculative.rejection_sample_method,
@@ -87,13 +88,6 @@ def read(vllm_config: Any) -> Facts:
 def _state_dtype(model: Any, cache: Any) -> str:
     asked = (cache.mamba_ssm_cache_dtype, cache.mamba_cache_dtype)
     return next((x for x in asked if x != "auto"), str(model.dtype).removeprefix("torch."))
-
-
-def _kv_connector(vllm_config: Any) -> str | None:
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector is not None:
-        return transfer.kv_connector
-    return None if vllm_config.cache_config.kv_offloading_size is None else "kv_offloading_size"
 
 
 def _dynamic_drafts(speculative: Any) -> str | None:

@@ -12,11 +12,12 @@ from typing import Any
 
 from treewy.errors import RequestError
 from treewy.vllm_plugin import compat, versions
-from treewy.vllm_plugin.options import KEYS, SECTION, options_of
-from treewy.vllm_plugin.refusals import refuse
+from treewy.vllm_plugin.options import KEYS, SECTION, options_of, parse
+from treewy.vllm_plugin.refusals import check_tree_size, refuse
 
 # What marks a method that is wrapped already: a process may register more than once.
 MARK = "_wrapped_by_treewy"
+DRAFTS = "num_speculative_tokens"
 
 
 def install() -> None:
@@ -33,10 +34,12 @@ def install() -> None:
 def move_options(arguments: Any) -> None:
     """Move the plugin's keys from the speculative configuration of an `EngineArgs` into its `additional_config`.
 
-    Neither dictionary is changed in place: they are the caller's.
+    Neither dictionary is changed in place: they are the caller's. What is wrong with ours is said here, before vLLM finds
+    fault with what we make of it.
 
     Raises:
-        RequestError: a key is in both with different values, or there is no place to move it to.
+        RequestError: a key is in both with different values, or there is no place to move it to; a value is bad; a tree has
+            another number of drafts than vLLM is told.
     """
     speculative = arguments.speculative_config
     if not isinstance(speculative, Mapping):
@@ -53,10 +56,11 @@ def move_options(arguments: Any) -> None:
     section = additional.get(SECTION)
     section = {} if section is None else section
     _check_agreement(ours, section)
-    arguments.speculative_config = {
-        key: value for key, value in speculative.items() if key.replace("-", "_") not in KEYS
-    }
-    arguments.additional_config = {**additional, SECTION: {**section, **ours}}
+    moved = {**additional, SECTION: {**section, **ours}}
+    rest = {key: value for key, value in speculative.items() if key.replace("-", "_") not in KEYS}
+    drafts = next((value for key, value in rest.items() if key.replace("-", "_") == DRAFTS), arguments.spec_tokens)
+    check_tree_size(parse(moved), drafts)
+    arguments.speculative_config, arguments.additional_config = rest, moved
 
 
 def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:

@@ -30,6 +30,24 @@ def refuse(vllm_config: Any, options: Options) -> None:
         _check_trees_are_here()
 
 
+def check_tree_size(options: Options, drafts: int | None) -> None:
+    """Check that vLLM was told how many drafts the tree has, if there is a tree.
+
+    Args:
+        options: The engine's.
+        drafts: What vLLM was told; None if nothing.
+
+    Raises:
+        RequestError: it is another number.
+    """
+    if options.widths is not None and drafts != options.num_tree_drafts:
+        raise RequestError(
+            f"num_speculative_tokens must be the number of drafts in the tree; {WIDTHS} {list(options.widths)} has "
+            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts}. Pass "num_speculative_tokens": '
+            f"{options.num_tree_drafts}."
+        )
+
+
 def _check_drafts(facts: Facts, options: Options) -> None:
     drafts = facts.drafts
     if drafts is None:
@@ -37,12 +55,7 @@ def _check_drafts(facts: Facts, options: Options) -> None:
             f"{COMMIT} {options.commit!r} is about drafts; there is no speculative config. Pass one, as in "
             f'--speculative-config \'{{"method": "mtp", "num_speculative_tokens": 3, "{COMMIT}": "{options.commit}"}}\'.'
         )
-    if options.widths is not None and drafts != options.num_tree_drafts:
-        raise RequestError(
-            f"num_speculative_tokens must be the number of drafts in the tree; {WIDTHS} {list(options.widths)} has "
-            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts}. Pass "num_speculative_tokens": '
-            f"{options.num_tree_drafts}."
-        )
+    check_tree_size(options, drafts)
     if drafts + 1 > MAX_ROWS:
         raise RequestError(
             f"A step must have at most {MAX_ROWS} rows per request, {MAX_ROWS - 1} drafts and the last token; "
