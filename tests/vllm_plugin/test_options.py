@@ -77,7 +77,7 @@ def test_drafts_of_a_tree(widths: tuple[int, ...]) -> None:
     assert Options("ring", ring_capacity=7).kept_rows(4) == 7
 
 
-@pytest.mark.parametrize("widths", [(MAX_ROWS,), (1,) * MAX_ROWS, (10, 12), (10**9,) * 50, (2,) * 6 + (1,)])
+@pytest.mark.parametrize("widths", [(MAX_ROWS,), (1,) * MAX_ROWS, (64, 1), (10, 12), (10**9,) * 50, (2,) * 6 + (1,)])
 def test_a_tree_of_too_many_rows_is_refused(widths: tuple[int, ...]) -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_ROWS} rows, root included; draft_tree_widths .* has more"):
         Options("reconstruct", widths)

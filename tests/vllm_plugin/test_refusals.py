@@ -92,6 +92,7 @@ def test_a_chain_runs(version: str, options: Options) -> None:
     refuse(config(version, kv_transfer_config=None), options)
     refuse(config(version, cache__mamba_ssm_cache_dtype="auto"), options)
     refuse(config(version, cache__mamba_ssm_cache_dtype="bfloat16"), options)
+    refuse(config(version, cache__mamba_cache_dtype="float16"), options)  # the state's own dtype counts
     refuse(config(version, cache__cache_dtype="fp8"), options)
     refuse(config(version, speculative__draft_sample_method="probabilistic"), options)
 
