@@ -85,8 +85,8 @@ def attempt(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
         os.environ.clear()
         os.environ.update(before)
     fields = {
-        "cache": [x for x in ("use_replayssm", "use_kda_recoverssm") if hasattr(config.cache_config, x)],
-        "speculative": [x for x in ("enable_adaptive_verification",) if hasattr(config.speculative_config, x)],
+        "cache": [x for x in facts.OTHER_POLICIES if hasattr(config.cache_config, x)],
+        "speculative": [x for x in facts.DYNAMIC_DRAFTS if hasattr(config.speculative_config, x)],
     }
     return {"additional": config.additional_config, "facts": facts.read(config)._asdict(), "fields": fields}
 

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from treewy.vllm_plugin.compat import platform
 
 LINEAR = "linear_attention"
+# Fields of the cache's configuration that switch on other commit policies; 0.26 has none of them.
+OTHER_POLICIES = ("use_replayssm", "use_kda_recoverssm")
+# Fields of the speculative configuration that make the number of drafts vary; 0.26 lacks the second.
+DYNAMIC_DRAFTS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
 
 
 class Facts(NamedTuple):
@@ -71,8 +75,7 @@ def read(vllm_config: Any) -> Facts:
         cache_mode=cache.mamba_cache_mode,
         state_dtype=_state_dtype(model, cache),
         kv_dtype=str(cache.cache_dtype),
-        # Both came after 0.26.
-        other_policies=tuple(x for x in ("use_replayssm", "use_kda_recoverssm") if getattr(cache, x, False)),
+        other_policies=tuple(x for x in OTHER_POLICIES if getattr(cache, x, False)),
         pipeline=parallel.pipeline_parallel_size,
         context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),
         ubatches=bool(parallel.use_ubatching),
@@ -91,6 +94,4 @@ def _state_dtype(model: Any, cache: Any) -> str:
 
 
 def _dynamic_drafts(speculative: Any) -> str | None:
-    # Adaptive verification came after 0.26.
-    names = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
-    return next((name for name in names if getattr(speculative, name, None)), None)
+    return next((name for name in DYNAMIC_DRAFTS if getattr(speculative, name, None)), None)
