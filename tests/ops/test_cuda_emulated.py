@@ -16,6 +16,7 @@ from tolerances import (
     TWO_FLOAT32,
 )
 from treewy.errors import ShapeError
+from treewy.ops import gdn
 from treewy.ops.gdn.cuda.variant import Variant
 from treewy.ops.tree import tables as make_tables
 from treewy.tree import DraftTree
@@ -370,3 +371,64 @@ def test_layouts_that_would_be_misread_are_refused():
             cuda_on_cpu.commit_verify(
                 wrong.x, wrong.state, wrong.slots, wrong.tree, wrong.prior, wrong.out, wrong.variant
             )
+
+
+def elsewhere(before, places, count, *, gathered=False):
+    """Return the step with its histories among `count`, sequence i's at `places[i]`; those of nobody are NaN."""
+    prior, slots = before.prior, before.slots.long()
+    parts = [part.new_full((count, *part.shape[1:]), torch.nan) for part in prior.history[:4]]
+    history = gdn.History(*parts, torch.full((count,), 3, dtype=torch.int32))
+    there = [seq for seq, place in enumerate(places) if 0 <= place < count and slots[seq] >= 0]
+    at, own = torch.tensor(places)[there], slots[there]
+    for part, old in zip(history, prior.history, strict=True):
+        part[at] = old[own]
+    held = torch.where(slots >= 0, prior.history.lengths[slots.clamp(min=0)], 9) if gathered else None
+    prior = prior._replace(history=history, held=held, places=torch.tensor(places, dtype=torch.int32))
+    return before._replace(prior=prior)
+
+
+@pytest.mark.parametrize("name", ["4", "16 exact", "64 lean"])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("places", "count"), [([1, 3, 0, 2], 4), ([8, 0, 5, 2], 9)], ids=["fewer", "more"])
+def test_histories_at_places_of_their_own(name, gathered, places, count):
+    """Read, appended to and folded there, bit for bit as at the slots; where an inert sequence's would lie, nothing is."""
+    first, second, third = TREES[VARIANTS[name].bt]
+    seqs = [
+        Seq(first, held=3, path=(0, 1)),
+        Seq(second, held=5, path=(0, 1, 3), fold=1),
+        Seq(third, held=2, path=(0,), inert=True),
+        Seq(None, path=(0, 2)),
+    ]
+    before = step(seqs, VARIANTS[name], places=8, seed=9)
+    there = elsewhere(before, places, count, gathered=gathered)
+    want, done = before.run(), there.run()
+    live = [0, 1, 3]
+    assert same_bits(done.out.o, want.out.o)
+    assert same_bits(done.state, want.state)
+    at, slots = torch.tensor(places)[live], before.slots[live].long()
+    for ours, theirs in zip(done.prior.history, want.prior.history, strict=True):
+        assert same_bits(ours[at], theirs[slots])
+    nobody = [place for place in range(count) if place not in at]
+    assert all(part[nobody].isnan().all() for part in done.prior.history[:4])
+    assert done.prior.history.u[places[0], 3:5].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["4", "16 exact"])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("beyond", [-1, 5, -(2**31)])
+def test_a_sequence_without_a_place_folds_its_path(name, gathered, beyond):
+    """As where there are no histories, whatever `fold` and `held` say of it; its neighbour is appended to."""
+    first, second, _ = TREES[VARIANTS[name].bt]
+    before = step([Seq(first, path=(0, 1)), Seq(second, held=3, path=(0, 2))], VARIANTS[name], places=8, seed=10)
+    there = elsewhere(before, [beyond, 4], 5, gathered=gathered)
+    if gathered:
+        there.prior.held[0] = 6
+    bare = before._replace(prior=before.prior._replace(history=None))
+    want, beside, done = bare.run(), before.run(), there.run()
+    for problem, seq in ((want, 0), (beside, 1)):
+        slot = int(before.slots[seq])
+        assert same_bits(done.out.o[before.rows(seq)], problem.out.o[before.rows(seq)])
+        assert same_bits(done.state[slot], problem.state[slot])
+    for ours, theirs in zip(done.prior.history, beside.prior.history, strict=True):
+        assert same_bits(ours[4:], theirs[int(before.slots[1])][None])
+    assert all(part[:4].isnan().all() for part in done.prior.history[:4])

@@ -9,6 +9,7 @@ import torch
 from treewy.planner.catalogue import model_preset
 from treewy.planner.vllm import Layout
 from treewy.vllm_plugin.accounting import Account, Rows, account, log_lines, predict_layout, read_layout, rows_of
+from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.options import Options
 
 SPEC = model_preset("qwen3.5-35b-a3b").spec
@@ -69,19 +70,25 @@ def test_the_gain_without_rows_is_the_largest() -> None:
     ],
 )
 def test_rows_take_what_their_tensors_take(options: Options, drafts: int, kept: int, state_dtype: str) -> None:
-    """Per layer: pseudo-values in float32, or bfloat16 beside such states; keys in bfloat16; decays in two float32."""
+    """Of the worker's own memory, in every combination of policy, shape and dtype."""
     made = rows(options, drafts, state_dtype, num_step_rows=256 * (1 + drafts) + 5)
     u = torch.bfloat16 if state_dtype == "bfloat16" else torch.float32
-    leading = 256 * kept + 256 * (1 + drafts) + 5
-    heads, key_heads, dim = SPEC.num_value_heads, SPEC.num_key_heads, 128
-    tensors = [
-        torch.empty(30, leading, heads, dim, dtype=u, device="meta"),
-        torch.empty(30, leading, key_heads, dim, dtype=torch.bfloat16, device="meta"),
-        torch.empty(30, leading, heads, device="meta"),
-        torch.empty(30, leading, heads, device="meta"),
-        torch.empty(256, dtype=torch.int32, device="meta"),
-    ]
-    assert made.num_bytes == sum(x.numel() * x.itemsize for x in tensors)
+    sizes = Sizes(
+        num_layers=30,
+        num_requests=256,
+        step_rows=1 + drafts,
+        kept_rows=kept,
+        max_path=options.longest_path(drafts),
+        num_step_rows=256 * (1 + drafts) + 5,
+        num_heads=16,
+        num_value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        u_dtype=u,
+        k_dtype=torch.bfloat16,
+    )
+    assert made.row_bytes == sizes.row_bytes
+    assert made.num_bytes == Memory(sizes, "meta").num_bytes
     assert made.row_bytes == (20_736 if u == torch.float32 else 12_544)
     assert rows(options, drafts, state_dtype).num_step_rows == 256 * (1 + drafts)
 

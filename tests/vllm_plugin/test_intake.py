@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_in import config
 
 from treewy.errors import RequestError, UnsupportedError
-from treewy.vllm_plugin import compat, facts, intake, register, versions
+from treewy.vllm_plugin import compat, facts, intake, versions
+from vllm_plugin.stand_in import config
 
 
 class EngineArgs:
@@ -40,7 +40,7 @@ def engine_args(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
     for module in (compat, facts):
         monkeypatch.setattr(module, "platform", lambda: "cpu")
     monkeypatch.setattr(versions, "installed", lambda: versions.Version(0, 32, 0))
-    register()
+    intake.install()
     return patched
 
 
@@ -123,9 +123,9 @@ def test_a_configuration_has_the_options(engine_args: type[EngineArgs]) -> None:
         assert arguments.seen[-1] == ({"method": "mtp"}, "model", "parallel")
 
 
-def test_registering_again_changes_nothing(engine_args: type[EngineArgs]) -> None:
+def test_installing_again_changes_nothing(engine_args: type[EngineArgs]) -> None:
     methods = engine_args.create_speculative_config, engine_args.create_engine_config
-    register()
+    intake.install()
     assert methods == (engine_args.create_speculative_config, engine_args.create_engine_config)
     assert engine_args.create_engine_config.__doc__ == "As vLLM's."
 

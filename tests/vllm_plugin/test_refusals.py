@@ -4,12 +4,12 @@ import re
 from typing import Any
 
 import pytest
-from stand_in import config
 
 from treewy.errors import RequestError, UnsupportedError
 from treewy.vllm_plugin import facts, refusals
 from treewy.vllm_plugin.options import Options
 from treewy.vllm_plugin.refusals import refuse
+from vllm_plugin.stand_in import config
 
 CHAIN, RING = Options("reconstruct"), Options("ring")
 TREE = Options("reconstruct", (2, 2))

@@ -52,12 +52,14 @@ def test_a_source_tree_is_found_and_nothing_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
     assert versions.installed() == (0, 26, 0)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UnsupportedError, match=r"needs vLLM; it is not installed\. Install 0\.26\.0 or"):
-        versions.installed()
+    for nothing in (None, ModuleType("vllm")):  # the second is what a folder of that name makes
+        monkeypatch.setitem(sys.modules, "vllm", nothing)
+        with pytest.raises(UnsupportedError, match=r"needs vLLM; it is not installed\. Install 0\.26\.0 or"):
+            versions.installed()
 
 
-def check(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], mismatches: list[str]) -> list[Any]:
+def asked_of(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], mismatches: list[str]) -> list[Any]:
+    """Pretend that a version is installed and what a probe of it finds; return what will have been probed."""
     asked: list[Any] = []
 
     def find(found: tuple[Hook, ...], *, on_cpu: bool) -> list[str]:
@@ -66,6 +68,11 @@ def check(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], mismat
 
     monkeypatch.setattr(versions, "installed", lambda: Version(*version))
     monkeypatch.setattr(hooks, "find_mismatches", find)
+    return asked
+
+
+def check(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], mismatches: list[str]) -> list[Any]:
+    asked = asked_of(monkeypatch, version, mismatches)
     versions.check(on_cpu=True)
     return asked
 
@@ -92,6 +99,26 @@ def test_other_versions_are_refused(version: tuple[int, int, int], monkeypatch: 
     message = re.escape(f"{Version(*version)} is installed. Install one of these, or drop the options.")
     with pytest.raises(UnsupportedError, match=message):
         check(monkeypatch, version, [])
+
+
+@pytest.mark.parametrize(
+    ("version", "mismatches", "fits", "probed"),
+    [
+        ((0, 26, 0), ["anything"], True, False),
+        ((0, 32, 7), ["anything"], True, False),
+        ((0, 30, 0), [], True, True),
+        ((0, 30, 0), ["anything"], False, True),
+        ((0, 27, 0), [], False, False),
+        ((0, 33, 0), [], False, False),
+    ],
+)
+def test_where_the_plugin_takes_hold(
+    version: tuple[int, int, int], mismatches: list[str], fits: bool, probed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word either way: warnings are errors here."""
+    asked = asked_of(monkeypatch, version, mismatches)
+    assert versions.fits(on_cpu=False) == fits
+    assert asked == ([(hooks.of_version(NEW), False)] if probed else [])
 
 
 def test_hooks_of_a_version() -> None:

@@ -9,8 +9,10 @@ from treewy.shapes import Bool, Int, Tensor
 INERT = -1
 
 
-def check_slots(slots: Int[Tensor, "B"], num_slots: int) -> bool:
+def check_slots(slots: Int[Tensor, "B"], num_slots: int, *, what: str = "slot") -> bool:
     """Check that slots lie in -1..num_slots-1 and that no two sequences share one; return whether none is inert.
+
+    `what` names them in messages.
 
     Raises:
         CapacityError: a slot is out of range or taken twice.
@@ -20,10 +22,10 @@ def check_slots(slots: Int[Tensor, "B"], num_slots: int) -> bool:
     bad = [slot for slot in live if not 0 <= slot < num_slots]
     if bad:
         raise CapacityError(
-            f"A slot must be -1 or lie in 0..{num_slots - 1}; got {bad[0]} in {given}. Allocate it first."
+            f"A {what} must be -1 or lie in 0..{num_slots - 1}; got {bad[0]} in {given}. Allocate it first."
         )
     if len(set(live)) != len(live):
-        raise CapacityError(f"Two sequences must not share a slot; got {given}. Allocate one slot per sequence.")
+        raise CapacityError(f"Two sequences must not share a {what}; got {given}. Allocate one {what} per sequence.")
     return len(live) == len(given)
 
 

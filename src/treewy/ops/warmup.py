@@ -17,6 +17,7 @@ ROOMS = (
     "treewy.ops.gdn.kernels",
     "treewy.ops.gdn.cuda.entry",
     "treewy.ops.gdn.ledger_kernels",
+    "treewy.ops.gdn.layers_kernels",
     "treewy.ops.attention.kernels",
     "treewy.ops.accept.kernels",
 )
@@ -43,7 +44,7 @@ class Facts:
         conv_bias: Whether the convolution has a bias.
         conv_row_stride: Elements between rows of the convolution's inputs, which may be a view of a wider projection;
             default: its channels.
-        index_dtype: Of slots and of lengths of histories.
+        index_dtype: Of slots, and of places of histories and their lengths.
         gate_dtype: Of the gates' projections; default: `dtype`.
         gdn_backend: Whose kernel runs the gated delta rule, "triton" or "cuda".
         exact: Whether the gated delta rule keeps float32's accuracy.

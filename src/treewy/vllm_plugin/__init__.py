@@ -1,10 +1,10 @@
-"""A plugin for vLLM: Gated DeltaNet layers that keep one state per request, whatever is drafted. Nothing happens at import."""
+"""The vLLM plugin: Gated DeltaNet layers that keep one state per request while drafting. Nothing happens at import."""
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Take effect in this process; vLLM calls it in each of its own, more than once."""
-    from treewy.vllm_plugin.intake import install
+    """Put the plugin where vLLM looks for it; called by vLLM in each of its processes, in some more than once."""
+    from treewy.vllm_plugin.install import install
 
     install()

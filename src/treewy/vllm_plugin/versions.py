@@ -51,12 +51,11 @@ def installed() -> Version:
             continue
     # A source tree on the path has no metadata.
     try:
-        vllm = import_module("vllm")
-    except ImportError:
+        return Version.parse(import_module("vllm").__version__)
+    except (ImportError, AttributeError):
         raise UnsupportedError(
             f"The plugin needs vLLM; it is not installed. Install {SUPPORTED}, in an environment of its own."
         ) from None
-    return Version.parse(vllm.__version__)
 
 
 def is_tested(version: Version) -> bool:
@@ -67,6 +66,17 @@ def is_tested(version: Version) -> bool:
 def is_usable(version: Version) -> bool:
     """Return whether the plugin may run with a version: tested, or similar enough to be probed."""
     return is_tested(version) or (0, 28) <= version[:2] < (0, 32)
+
+
+def fits(*, on_cpu: bool) -> bool:
+    """Return whether the installed vLLM is tested, or similar and has the internals that are needed; says nothing if not."""
+    version = installed()
+    return is_tested(version) or (is_usable(version) and not find_mismatches(on_cpu=on_cpu))
+
+
+def find_mismatches(*, on_cpu: bool) -> list[str]:
+    """Return what the installed vLLM has otherwise than the newest tested version, a line each."""
+    return hooks.find_mismatches(hooks.of_version(hooks.NEW), on_cpu=on_cpu)
 
 
 def check(*, on_cpu: bool) -> None:
@@ -87,7 +97,7 @@ def check(*, on_cpu: bool) -> None:
         )
     if is_tested(version):
         return
-    mismatches = hooks.find_mismatches(hooks.of_version(hooks.NEW), on_cpu=on_cpu)
+    mismatches = find_mismatches(on_cpu=on_cpu)
     if mismatches:
         raise UnsupportedError(
             f"treewy's options need internals of vLLM as version 0.32 has them; {version} differs: {'; '.join(mismatches)}. "

@@ -1,7 +1,10 @@
 """What entry points of the gated delta rule check of what they share: states, histories, records."""
 
-from treewy.errors import ShapeError
-from treewy.ops.gdn.records import History, Record
+from treewy.errors import CapacityError, ShapeError
+from treewy.ops.gdn.records import History, Record, StackedHistory
+from treewy.ops.paths import check_path_rows
+from treewy.ops.slots import check_slots
+from treewy.packed import PathTables
 from treewy.shapes import Tensor
 
 
@@ -59,3 +62,21 @@ def check_record(record: Record, state_shape: tuple[int, ...], num_heads: int, n
             f"A record must fit the tree and the state, {expected}; got {given}. Commit what verify returned for this "
             "tree."
         )
+
+
+def check_room(history: StackedHistory, places: Tensor, path: PathTables, num_rows: int) -> None:
+    """Check, on the host, that histories lie where they are said to and have room for their paths of a record's rows.
+
+    Raises:
+        ShapeError: a path is longer than its table, or has a row that the record lacks.
+        CapacityError: a place is out of range or taken twice, or a history has no room.
+    """
+    check_slots(places, history.lengths.shape[0], what="place")
+    check_path_rows(path, [(0, num_rows) if place >= 0 else None for place in places.tolist()])
+    lengths = history.lengths.tolist()
+    for place, accepted in zip(places.tolist(), path.lengths.tolist(), strict=True):
+        if place >= 0 and lengths[place] + accepted > history.num_rows:
+            raise CapacityError(
+                f"A history must have room for its path; the one at {place} holds {lengths[place]} of {history.num_rows} rows "
+                f"and the path has {accepted}. Fold it first."
+            )

@@ -10,7 +10,7 @@ from treewy.ops.dispatch import compute_dtype
 from treewy.ops.gdn.gates import L2_EPS, finish_gates, l2_normalise, scale_queries
 from treewy.ops.gdn.records import History, Prior, Projections, Verified
 from treewy.ops.paths import check_path_rows
-from treewy.ops.slots import check_slots, gather_slots
+from treewy.ops.slots import INERT, check_slots, gather_slots
 from treewy.packed import WORD, PackedTree, TreeTables, pack
 from treewy.shapes import Float, Int, Tensor
 from treewy.tree import DraftTree
@@ -27,13 +27,18 @@ def commit_verify(
 ) -> None:
     """See `serving.commit_verify`; `ops` is the sibling that folds and verifies."""
     check_slots(slots, state.shape[0])
+    places = slots
+    if prior is not None and prior.history is not None and prior.places is not None:
+        places = torch.where(slots >= 0, prior.places, INERT)
+        check_slots(places, prior.history.lengths.shape[0], what="place")
     seqs = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), -1)
     own, before = gather_slots(state, slots), None
     if prior is not None:
-        before = _prior_rows(prior, slots, own, x.k.shape[1])
-        folds = (before.lengths > 0) & (prior.fold != 0 if prior.history is not None else True)
+        before = _prior_rows(prior, slots, places, own, x.k.shape[1])
+        folds = before.lengths > 0
         if prior.history is not None:
-            _append(prior.history, slots, before, ~folds)
+            folds &= (prior.fold != 0) | (places < 0)
+            _append(prior.history, places, before, ~folds)
         ops.fold(own, torch.where(folds, seqs, -1), before)
         state[slots[folds].long()] = own[folds]
     packed, drawn, rows = packed_trees(tree)
@@ -72,13 +77,13 @@ def packed_trees(tree: TreeTables) -> tuple[PackedTree, Int[Tensor, "A"], Int[Te
     return pack(trees, device=tree.device), of_seqs, of_rows
 
 
-def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num_heads: int) -> History:
+def _prior_rows(prior: Prior, slots: Tensor, places: Tensor, own: Float[Tensor, "B HV V K"], num_heads: int) -> History:
     """Return each sequence's prior rows, with log decays counted from its checkpoint, as a history of its own."""
     history, record, path = prior.history, prior.record, prior.path
-    places = 0 if history is None else history.num_rows
+    capacity = 0 if history is None else history.num_rows
     pending = 0 if path is None else path.rows.shape[1]
     batch, value_heads, value_dim, key_dim = own.shape
-    size, dtype = (batch, max(1, places + pending)), compute_dtype(own)
+    size, dtype = (batch, max(1, capacity + pending)), compute_dtype(own)
     before = History(
         own.new_zeros(*size, value_heads, value_dim, dtype=dtype),
         own.new_zeros(*size, num_heads, key_dim, dtype=dtype),
@@ -89,15 +94,15 @@ def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num
     if path is not None and record is not None:
         num_rows = record.u.shape[0]
         check_path_rows(path, [(0, num_rows) if slot >= 0 else None for slot in slots.tolist()])
-    kept = [0] * batch if history is None else gather_slots(history.lengths, slots).tolist()
+    kept = [0] * batch if history is None else gather_slots(history.lengths, places).tolist()
     accepted = [0] * batch if path is None else path.lengths.tolist()
-    for seq, slot in enumerate(slots.tolist()):
+    for seq, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
         if slot < 0:
             continue
         start, end = kept[seq], kept[seq] + accepted[seq]
         if history is not None:
             for part, mine in zip(history[:4], before[:4], strict=True):
-                mine[seq, :start] = part[slot, :start]
+                mine[seq, :start] = part[place, :start]
         if record is not None and path is not None:
             rows = path.rows[seq, : accepted[seq]].long()
             for part, mine in zip(record, before[:4], strict=True):
@@ -110,23 +115,23 @@ def _prior_rows(prior: Prior, slots: Tensor, own: Float[Tensor, "B HV V K"], num
     return before
 
 
-def _append(history: History, slots: Tensor, before: History, chosen: Tensor) -> None:
+def _append(history: History, places: Tensor, before: History, chosen: Tensor) -> None:
     """Write the prior rows of chosen sequences that their histories lack."""
-    kept, ends = gather_slots(history.lengths, slots).tolist(), before.lengths.tolist()
+    kept, ends = gather_slots(history.lengths, places).tolist(), before.lengths.tolist()
     moves = [
-        (seq, slot, slice(kept[seq], ends[seq]))
-        for seq, (slot, taken) in enumerate(zip(slots.tolist(), chosen.tolist(), strict=True))
-        if taken and slot >= 0
+        (seq, place, slice(kept[seq], ends[seq]))
+        for seq, (place, taken) in enumerate(zip(places.tolist(), chosen.tolist(), strict=True))
+        if taken and place >= 0
     ]
-    for _, slot, rows in moves:
+    for _, place, rows in moves:
         if rows.stop > history.num_rows:
             raise CapacityError(
-                f"A history must have room for its path; slot {slot} holds {rows.start} of {history.num_rows} rows and the "
-                f"path has {rows.stop - rows.start}. Set fold for this sequence."
+                f"A history must have room for its path; the one at {place} holds {rows.start} of {history.num_rows} rows and "
+                f"the path has {rows.stop - rows.start}. Set fold for this sequence."
             )
-    for seq, slot, rows in moves:
-        history.u[slot, rows] = before.u[seq, rows].to(history.u.dtype)
-        history.k[slot, rows] = before.k[seq, rows].to(history.k.dtype)
-        log_decay, high = before.decay_high[seq, rows], history.decay_high[slot, rows]
+    for seq, place, rows in moves:
+        history.u[place, rows] = before.u[seq, rows].to(history.u.dtype)
+        history.k[place, rows] = before.k[seq, rows].to(history.k.dtype)
+        log_decay, high = before.decay_high[seq, rows], history.decay_high[place, rows]
         high.copy_(log_decay)
-        history.decay_low[slot, rows] = (log_decay - high.double()).to(history.decay_low.dtype)
+        history.decay_low[place, rows] = (log_decay - high.double()).to(history.decay_low.dtype)

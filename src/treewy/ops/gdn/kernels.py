@@ -17,7 +17,7 @@ from treewy.ops.slots import INERT, check_slots
 from treewy.ops.tree.api import empty as empty_trees
 from treewy.ops.tree.api import empty_paths
 from treewy.ops.warmup import Facts
-from treewy.packed import PackedPath, PackedTree, PathTables, TreeTables
+from treewy.packed import PackedPath, PackedTree, TreeTables
 from treewy.shapes import Tensor
 
 MAX_ROWS = 128
@@ -166,7 +166,9 @@ def _step(
         if tree is None:
             return
         fold = NEVER
-    _check(state, slots, rows, out, history, pending, path)
+    _check(state, rows, out, history, pending)
+    tables = {"slots": slots, "prior.fold": prior.fold, "prior.held": prior.held, "prior.places": prior.places}
+    args.check_layout(tables | ({} if path is None else {"path.rows": path.rows, "path.lengths": path.lengths}), 0)
     some_k = next(part.k for part in (rows, history, pending) if part is not None)
     num_heads = some_k.shape[-2]
     size = _sizes(state, num_heads, tree, rows, finished, fold, exact, scale, beta)
@@ -187,10 +189,12 @@ def _step(
         None if path is None else path.lengths,
         prior.fold,
         prior.held,
+        slots if prior.places is None else prior.places,
         len(slots),
         0 if tree is None else tree.num_rows,
         0 if tree is None else tree.max_rows,
         state.shape[0],
+        0 if history is None else history.lengths.shape[0],
         0 if tree is None else tree.ancestors.shape[1],
         0 if path is None else path.rows.shape[1],
         0 if pending is None else pending.u.shape[0],
@@ -250,12 +254,10 @@ def _num_warps(size: args.Sizes) -> int:
 
 def _check(
     state: Tensor,
-    slots: Tensor,
     rows: args.Rows | None,
     out: Verified | None,
     history: History | None,
     pending: Record | None,
-    path: PathTables | None,
 ) -> None:
     floats: dict[str, Tensor | None] = {"state": state}
     if rows is not None and out is not None:
@@ -284,7 +286,6 @@ def _check(
         raise UnsupportedError(
             f"Kernels must be given q and k of one dtype; got {rows.q.dtype} and {rows.k.dtype}. Cast one of them."
         )
-    args.check_layout({"slots": slots} if path is None else {"slots": slots, "path.rows": path.rows}, 0)
 
 
 def _check_record(what: str, record: Record, floats: dict[str, Tensor | None]) -> None:

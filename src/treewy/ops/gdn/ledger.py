@@ -27,7 +27,8 @@ def choose_folds(
 
     Args:
         lengths: Rows that each slot's history holds.
-        slots: Pool slot of each sequence; one outside the pool, as -1 is, folds nothing.
+        slots: Where each sequence's length lies: its slot, or its place where histories have places of their own
+            (`Prior.places`). One outside `lengths`, as -1 is, folds nothing.
         path_lengths: Rows of the path that is pending, per sequence.
         capacity: Rows that a history has places for.
         out: int32 buffer to write into; default: a fresh one.

@@ -24,7 +24,8 @@ class History(NamedTuple):
     """Rows that are committed but not in the state yet: with it, a pool's state is a checkpoint.
 
     Each slot holds its `lengths[slot]` oldest rows first, of C places; the places behind them are never read. The log
-    decay from the checkpoint to a row is `decay_high + decay_low`. The ops that write a history keep its lengths.
+    decay from the checkpoint to a row is `decay_high + decay_low`. The ops that write a history keep its lengths. To the
+    serving entry a slot here may be another than that of the state: see `Prior.places`.
     """
 
     u: Float[Tensor, "S C HV V"]
@@ -37,6 +38,38 @@ class History(NamedTuple):
     def num_rows(self) -> int:
         """Rows that each slot has places for (C)."""
         return self.u.shape[1]
+
+
+class StackedRecord(NamedTuple):
+    """The records of a model's layers, one behind the other; `Record` says what they hold."""
+
+    u: Float[Tensor, "L N HV V"]
+    k: Float[Tensor, "L N H K"]
+    decay_high: Float[Tensor, "L N HV"]
+    decay_low: Float[Tensor, "L N HV"]
+
+    def layer(self, i: int) -> Record:
+        """Return a view of one layer's."""
+        return Record(*(part[i] for part in self))
+
+
+class StackedHistory(NamedTuple):
+    """The histories of a model's layers, one behind the other, with the lengths that they share; see `History`."""
+
+    u: Float[Tensor, "L S C HV V"]
+    k: Float[Tensor, "L S C H K"]
+    decay_high: Float[Tensor, "L S C HV"]
+    decay_low: Float[Tensor, "L S C HV"]
+    lengths: Int[Tensor, "S"]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that each slot has places for (C)."""
+        return self.u.shape[2]
+
+    def layer(self, i: int) -> History:
+        """Return a view of one layer's."""
+        return History(*(part[i] for part in self[:4]), self.lengths)
 
 
 class Snapshots(NamedTuple):
@@ -69,16 +102,19 @@ class Projections(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """Committed rows that the state lacks: each slot's history, then the path that the last step accepted.
+    """Committed rows that the state lacks: each sequence's history, then the path that the last step accepted.
 
     Attributes:
         history: None under policies without one.
         record: Record of the step that the path was accepted in; None if nothing is pending.
         path: The accepted rows, as rows of `record`.
         fold: Per sequence: not 0 folds all prior rows into the state now; 0 reads them beside it, and appends the path's
-            rows to the history. Without a history every sequence with prior rows folds.
-        held: History rows of each sequence, `history.lengths[slots]`, gathered once for all layers: one load less to wait
-            for. None lets the kernel look them up.
+            rows to the history. A sequence without a history folds whenever it has prior rows.
+        held: History rows of each sequence, `history.lengths` at its place, gathered once for all layers: one load less to
+            wait for. None lets the kernel look them up.
+        places: Where each sequence's history lies among the histories, no place twice, where that is not its slot: there
+            may then be fewer histories than states, or more. -1: the sequence has no history; nothing of one is read or
+            written. A sequence whose slot is -1 is inert wherever its history lies. None: at `slots`.
     """
 
     history: History | None
@@ -86,3 +122,4 @@ class Prior(NamedTuple):
     path: PathTables | None
     fold: Int[Tensor, "B"]
     held: Int[Tensor, "B"] | None = None
+    places: Int[Tensor, "B"] | None = None

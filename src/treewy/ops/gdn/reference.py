@@ -149,16 +149,21 @@ def commit(state: torch.Tensor, slots: torch.Tensor, record: Record, path: Packe
 def append(history: History, slots: torch.Tensor, record: Record, path: PackedPath) -> None:
     """See `api.append`."""
     check_slots(slots, history.lengths.shape[0])
-    log_decay = record.decay_high.double() + record.decay_low.double()
     for slot, rows in _targets(slots, path):
-        start = int(history.lengths[slot])
-        newest = slice(start - 1, start) if start else slice(0, 0)
-        before = (history.decay_high[slot, newest].double() + history.decay_low[slot, newest].double()).sum(dim=0)
-        for place, row in enumerate(rows, start):
-            history.u[slot, place], history.k[slot, place] = record.u[row], record.k[row]
-            history.decay_high[slot, place] = before + log_decay[row]
-            history.decay_low[slot, place] = before + log_decay[row] - history.decay_high[slot, place].double()
-        history.lengths[slot] = start + len(rows)
+        append_rows(history, slot, record, rows)
+        history.lengths[slot] += len(rows)
+
+
+def append_rows(history: History, slot: int, record: Record, rows: list[int]) -> None:
+    """Write rows of a record behind those that a slot's history holds, and keep its length."""
+    log_decay = record.decay_high.double() + record.decay_low.double()
+    start = int(history.lengths[slot])
+    newest = slice(start - 1, start) if start else slice(0, 0)
+    before = (history.decay_high[slot, newest].double() + history.decay_low[slot, newest].double()).sum(dim=0)
+    for place, row in enumerate(rows, start):
+        history.u[slot, place], history.k[slot, place] = record.u[row], record.k[row]
+        history.decay_high[slot, place] = before + log_decay[row]
+        history.decay_low[slot, place] = before + log_decay[row] - history.decay_high[slot, place].double()
 
 
 def fold(state: torch.Tensor, slots: torch.Tensor, history: History) -> None:

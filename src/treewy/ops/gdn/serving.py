@@ -29,7 +29,7 @@ def commit_verify(
 ) -> Verified:
     """Commit the last step's paths, then run the gated delta rule down every root path of this step's trees.
 
-    The prior rows of a sequence are its slot's history, then its path. `prior.fold` says what becomes of them. Where it is
+    The prior rows of a sequence are its history, then its path. `prior.fold` says what becomes of them. Where it is
     not 0 they go into the state, rounded once, and the tree is verified from there. Where it is 0 the state stays, the tree
     is verified from state and prior rows, and the path's rows are appended to the history. Either way
     `history.lengths` stays as it was: all layers of a model share one, so whoever runs the step moves it, once, after
@@ -53,8 +53,9 @@ def commit_verify(
             is bfloat16 and `exact` is not set.
         backend: "eager" (default), "reference", "triton" or "cuda": bfloat16 rows of K = V = 128, up to 64 rows per tree
             and 80 prior rows (places of a history and columns of the path's table), and the fastest there. Kernels cannot
-            check slots, which lie on the device: to them a slot outside the pool is inert, of a path that its history
-            has no room for nothing is appended, and a row that the record lacks counts for one that it has.
+            check slots, which lie on the device: to them a slot outside the pool is inert, a place outside the histories
+            holds none, of a path that its history has no room for nothing is appended, and a row that the record lacks
+            counts for one that it has.
 
     Returns:
         `out`, or the fresh buffers. The record keeps keys as they came, and pseudo-values times their keys' inverse norm;
@@ -63,7 +64,7 @@ def commit_verify(
     Raises:
         ShapeError: operands do not fit each other, or buffers overlap; a path has a row that its record lacks (eager,
             reference).
-        CapacityError: a slot is out of range or taken twice, or a history has no room for its path (eager, reference).
+        CapacityError: a slot or a place is out of range or taken twice, or a history has no room for its path (eager, reference).
 
     Source: eqs. 1, 2, 5-8 and 13-15 of docs/theory.md.
     """
@@ -146,7 +147,12 @@ def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> 
     if prior.held is not None and tuple(prior.held.shape) != batch:
         raise ShapeError(
             f"held must have one entry per sequence, {batch[0]}; got shape {tuple(prior.held.shape)}. Gather "
-            "history.lengths at the slots, or leave it out."
+            "history.lengths at the sequences' places, or leave it out."
+        )
+    if prior.places is not None and tuple(prior.places.shape) != batch:
+        raise ShapeError(
+            f"places must have one entry per sequence, {batch[0]}; got shape {tuple(prior.places.shape)}. Fill it with -1 "
+            "where a sequence has no history."
         )
     if (prior.record is None) != (prior.path is None):
         raise ShapeError(
@@ -154,7 +160,8 @@ def _check_prior(prior: Prior, state: Tensor, slots: Tensor, num_heads: int) -> 
             f"{prior.path is not None}. Pass both, or None for both."
         )
     if prior.history is not None:
-        check_history(prior.history, tuple(state.shape), num_heads)
+        num_histories = state.shape[0] if prior.places is None else prior.history.lengths.shape[0]
+        check_history(prior.history, (num_histories, *state.shape[1:]), num_heads)
     if prior.record is not None and prior.path is not None:
         check_record(prior.record, tuple(state.shape), num_heads, prior.record.u.shape[0])
         check_path_shape(prior.path, batch[0])

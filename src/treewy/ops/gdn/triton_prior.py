@@ -1,8 +1,8 @@
 """Device functions over the prior rows of one sequence: its history, then the path that the last step accepted.
 
-`at` is where a program works: (sequence, slot, key head, value head). `count` is (rows of the history, rows of the path).
-`past` is (history, record, path): history and record may be None, and there is a path where there is a record. `path` is
-(rows, lengths, places of a sequence in rows, rows of the record).
+`at` is where a program works: (sequence, slot, key head, value head, place of the history, whether there is one there).
+`count` is (rows of the history, rows of the path). `past` is (history, record, path): history and record may be None, and
+there is a path where there is a record. `path` is (rows, lengths, places of a sequence in rows, rows of the record).
 """
 # pyright: reportGeneralTypeIssues=false
 # Nested ifs ask what is known when the kernel compiles before what is not.
@@ -31,14 +31,14 @@ def record_row(row, path):
 def newest_decays(past, at, count, size):
     """Return the log decays (high, low) from the checkpoint to the history's end, and from there to the path's end."""
     history, record, path = past
-    i_b, i_slot, i_hv = at[0], at[1], at[3]
+    i_b, i_place, i_hv = at[0], at[4], at[3]
     num_kept, num_accepted = count
     zero = tl.full([], 0.0, tl.float32)
     past_high, past_low, path_high, path_low = zero, zero, zero, zero
     if history is not None:
         o_past, some = (num_kept - 1) * size.HV + i_hv, num_kept > 0
-        past_high = tl.load(history.high + i_slot * history.high_slot + o_past, mask=some, other=0.0).to(tl.float32)
-        past_low = tl.load(history.low + i_slot * history.low_slot + o_past, mask=some, other=0.0).to(tl.float32)
+        past_high = tl.load(history.high + i_place * history.high_slot + o_past, mask=some, other=0.0).to(tl.float32)
+        past_low = tl.load(history.low + i_place * history.low_slot + o_past, mask=some, other=0.0).to(tl.float32)
     if record is not None:
         some = num_accepted > 0
         row = record_row(tl.load(path[0] + i_b * path[2] + num_accepted - 1, mask=some, other=0), path)
@@ -69,12 +69,12 @@ def weights(past, tile, newest, at, size):
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
     past_high, past_low, path_high, path_low = newest
-    i_slot, i_hv = at[1], at[3]
+    i_place, i_hv = at[4], at[3]
     difference = tl.zeros([BH], dtype=tl.float32)
     if history is not None:
         o_past = o_j * size.HV + i_hv
-        high = tl.load(history.high + i_slot * history.high_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
-        low = tl.load(history.low + i_slot * history.low_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
+        high = tl.load(history.high + i_place * history.high_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
+        low = tl.load(history.low + i_place * history.low_slot + o_past, mask=m_past, other=0.0).to(tl.float32)
         difference = (past_high - high) + (past_low - low) + (path_high + path_low)
     if record is not None:
         high = tl.load(record.high + rows * record.high_row + i_hv, mask=m_path, other=0.0).to(tl.float32)
@@ -89,11 +89,11 @@ def pseudo_values(past, tile, at, o_v, size):
     """Return u [BH, BV] of a tile of prior rows in float32, zero where there is none."""
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
-    i_slot, i_hv = at[1], at[3]
+    i_place, i_hv = at[4], at[3]
     b_u = tl.zeros([BH, size.BV], dtype=tl.float32)
     m_v = (o_v < size.V)[None, :]
     if history is not None:
-        p_u = history.u + i_slot * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
+        p_u = history.u + i_place * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
         b_u += tl.load(p_u, mask=m_past[:, None] & m_v, other=0.0).to(tl.float32)
     if record is not None:
         p_u = record.u + rows[:, None] * record.u_row + i_hv * size.V + o_v[None, :]
@@ -107,10 +107,10 @@ def keys(past, tile, at, i_k, size):
     """Return the block [BH, BK] of k of a tile of prior rows, zero where there is none."""
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
-    i_slot, i_h = at[1], at[2]
+    i_place, i_h = at[4], at[2]
     o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
     if history is not None:
-        p_k = history.k + i_slot * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
+        p_k = history.k + i_place * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
         b_k = tl.load(p_k, mask=m_past[:, None], other=0.0)
         if record is not None:
             p_k = record.k + rows[:, None] * record.k_row + i_h * size.K + o_k
@@ -130,7 +130,7 @@ def append(past, newest, at, count, o_v, leads, size):
     its value head.
     """
     history, record = past[0], past[1]
-    i_slot, i_h, i_hv = at[1], at[2], at[3]
+    i_place, i_h, i_hv = at[4], at[2], at[3]
     num_kept, num_accepted = count
     m_v = (o_v < size.V)[None, :]
     first = num_kept
@@ -138,18 +138,18 @@ def append(past, newest, at, count, o_v, leads, size):
         o_j, _, rows, m_path = tile_of(first, past, at, count)
         m_u = m_path[:, None] & m_v
         b_u = tl.load(record.u + rows[:, None] * record.u_row + i_hv * size.V + o_v[None, :], mask=m_u, other=0.0)
-        p_u = history.u + i_slot * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
+        p_u = history.u + i_place * history.u_slot + o_j[:, None] * history.u_row + i_hv * history.u_head + o_v[None, :]
         tl.store(p_u, b_u.to(history.u.dtype.element_ty), mask=m_u)
         m_key, m_decay, o_decay = (m_path & leads[0])[:, None], m_path & leads[1], o_j * size.HV + i_hv
         high = tl.load(record.high + rows * record.high_row + i_hv, mask=m_decay, other=0.0).to(tl.float32)
         low = tl.load(record.low + rows * record.low_row + i_hv, mask=m_decay, other=0.0).to(tl.float32)
         high, lost = two_sum(newest[0], high)
         high, low = two_sum(high, lost + (newest[1] + low))
-        tl.store(history.high + i_slot * history.high_slot + o_decay, high, mask=m_decay)
-        tl.store(history.low + i_slot * history.low_slot + o_decay, low, mask=m_decay)
+        tl.store(history.high + i_place * history.high_slot + o_decay, high, mask=m_decay)
+        tl.store(history.low + i_place * history.low_slot + o_decay, low, mask=m_decay)
         for i_k in tl.range(0, size.K // size.BK, loop_unroll_factor=2):
             o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
             b_k = tl.load(record.k + rows[:, None] * record.k_row + i_h * size.K + o_k, mask=m_key, other=0.0)
-            p_k = history.k + i_slot * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
+            p_k = history.k + i_place * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
             tl.store(p_k, b_k.to(history.k.dtype.element_ty), mask=m_key)
         first += BH

@@ -23,12 +23,22 @@ L2_EPS = tl.constexpr(1e-6)
         "num_rows",
         "max_rows",
         "num_slots",
+        "num_places",
         "num_words",
         "path_width",
         "capacity",
         "num_record_rows",
     ],
-    do_not_specialize_on_alignment=["slots", "cu_rows", "ancestors", "path_rows", "path_lengths", "fold", "held"],
+    do_not_specialize_on_alignment=[
+        "slots",
+        "cu_rows",
+        "ancestors",
+        "path_rows",
+        "path_lengths",
+        "fold",
+        "held",
+        "places",
+    ],
 )
 @no_type_check
 def gdn_step(
@@ -45,10 +55,12 @@ def gdn_step(
     path_lengths,
     fold,
     held,
+    places,
     num_seqs,
     num_rows,
     max_rows,
     num_slots,
+    num_places,
     num_words,
     path_width,
     num_record_rows,
@@ -65,7 +77,9 @@ def gdn_step(
     o_v = tl.arange(0, size.BV) + i_v * size.BV
     i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
     live = (i_slot >= 0) & (i_slot < num_slots)
-    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv
+    i_place = tl.load(places + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
+    has_place = (i_place >= 0) & (i_place < num_places)
+    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv, i_place, has_place
     past = history, pending, (path_rows, path_lengths, path_width, num_record_rows)
     if x is None:
         if live:
@@ -102,8 +116,8 @@ def counts(past, held, capacity, at):
     """Return how many rows the history and the path have, as many as fit their tables; `held` has the former, or is None."""
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if past[0] is not None:
-        p_kept = past[0].lengths + at[1] if held is None else held + at[0]
-        num_kept = tl.maximum(0, tl.minimum(tl.load(p_kept), capacity)).to(tl.int32)
+        p_kept = past[0].lengths + at[4] if held is None else held + at[0]
+        num_kept = tl.maximum(0, tl.minimum(tl.load(p_kept, mask=at[5], other=0), capacity)).to(tl.int32)
     if past[1] is not None:
         num_accepted = tl.maximum(0, tl.minimum(tl.load(past[2][1] + at[0]), past[2][2])).to(tl.int32)
     return num_kept, num_accepted
@@ -111,11 +125,11 @@ def counts(past, held, capacity, at):
 
 @triton.jit
 @no_type_check
-def whether_folds(fold, count, i_b, size):
-    """Return whether this sequence has prior rows that go into the state."""
+def whether_folds(fold, count, at, size):
+    """Return whether this sequence has prior rows that go into the state; they all do where it has no history."""
     folds = count[0] + count[1] > 0
     if size.fold == BY_TABLE:
-        folds = folds & (tl.load(fold + i_b) != 0)
+        folds = folds & ((tl.load(fold + at[0]) != 0) | (at[5] == 0))
     if size.fold == NEVER:
         folds = folds & (count[0] < 0)
     return folds
@@ -136,7 +150,7 @@ def append_path(past, newest, capacity, at, count, folds, i_v, o_v, size):
 def commit_prior(state, past, fold, held, capacity, at, i_v, o_v, size):
     """Fold or append the prior rows of a live sequence."""
     count = counts(past, held, capacity, at)
-    folds = whether_folds(fold, count, at[0], size)
+    folds = whether_folds(fold, count, at, size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
     if size.fold != NEVER:
@@ -177,7 +191,7 @@ def verify_tree(state, x, tree, out, record, past, fold, held, capacity, at, i_v
     if size.K <= 2 * size.BK:
         blocks = reading.load_state(state, at, o_v, size)
     count = counts(past, held, capacity, at)
-    folds = whether_folds(fold, count, at[0], size)
+    folds = whether_folds(fold, count, at, size)
     newest = prior.newest_decays(past, at, count, size)
     append_path(past, newest, capacity, at, count, folds, i_v, o_v, size)
 

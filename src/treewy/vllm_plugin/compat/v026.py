@@ -2,24 +2,52 @@
 
 # vLLM is not installed where types are checked.
 # pyright: reportMissingImports=false
-from vllm.engine.arg_utils import EngineArgs
+from typing import Any
+
+import numpy as np
+from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.v1.attention.backends.gdn_attn import (
-    GDNAttentionBackend,
-    GDNAttentionMetadata,
-    GDNAttentionMetadataBuilder,
-)
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops import causal_conv1d
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states import mamba_hybrid
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
+from treewy.shapes import Float, Int, Tensor
+from treewy.vllm_plugin.compat import common
+from treewy.vllm_plugin.compat.common import one_state_per_request, state_of
+
 __all__ = [
-    "EngineArgs",
+    "CUDAGraphMode",
     "GDNAttentionBackend",
     "GDNAttentionMetadata",
     "GDNAttentionMetadataBuilder",
     "MambaHybridModelState",
     "QwenGatedDeltaNetAttention",
+    "chain_conv",
+    "drafted_rows",
     "get_forward_context",
     "mamba_hybrid",
+    "one_state_per_request",
+    "set_weight_attrs",
+    "state_of",
+    "window_of",
 ]
+
+
+def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
+    """Return which requests of a batch verify: those that decode, whether or not they drafted."""
+    return np.flatnonzero(~batch.is_prefilling_np & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+
+
+def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int) -> Float[Tensor, "N C"]:
+    """See `common.chain_conv`."""
+    update = causal_conv1d.causal_conv1d_update
+    return common.chain_conv(layer, metadata, x, max_rows, dim_first=is_conv_state_dim_first(), update=update)
+
+
+def window_of(layer: Any) -> Float[Tensor, "S C X"]:
+    """See `common.window_of`."""
+    return common.window_of(layer, dim_first=is_conv_state_dim_first())

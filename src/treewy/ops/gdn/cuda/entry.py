@@ -12,7 +12,7 @@ from treewy.packed import TreeTables
 from treewy.shapes import Tensor
 
 POINTERS = (
-    *("q", "k", "v", "a", "b", "a_log", "dt_bias", "state", "slots", "cu_rows", "ancestors"),
+    *("q", "k", "v", "a", "b", "a_log", "dt_bias", "state", "slots", "places", "cu_rows", "ancestors"),
     *("hist_u", "hist_k", "hist_high", "hist_low", "hist_len", "held"),
     *("rec_u", "rec_k", "rec_high", "rec_low", "path_rows", "path_len", "fold"),
     *("o", "u_out", "k_out", "high_out", "low_out"),
@@ -28,6 +28,7 @@ COUNTS = (
     "num_rows",
     "group",
     "num_slots",
+    "num_places",
     "words",
     "capacity",
     "gates_f32",
@@ -65,7 +66,7 @@ def commit_verify(
 ) -> None:
     """See `serving.commit_verify`; `variant` overrides the choice, for measurements.
 
-    int32 slots, lengths, fold and paths are taken as they are; others cost a conversion each.
+    int32 slots, places, lengths, fold and paths are taken as they are; others cost a conversion each.
     """
     record = out.record
     assert isinstance(record, Record)
@@ -251,7 +252,7 @@ def _set_operands(
     for name, y in (("dt_bias", x.dt_bias), ("state", state)):
         setattr(params, name, y.data_ptr())
     params.slots, params.cu_rows = _address(slots, keep), _address(tree.cu_rows, keep)
-    params.ancestors = _address(tree.ancestors, keep)
+    params.places, params.ancestors = params.slots, _address(tree.ancestors, keep)
     (params.q_row, params.q_head), (params.k_row, params.k_head) = x.q.stride()[:2], x.k.stride()[:2]
     (params.v_row, params.v_head), (params.a_row, params.b_row) = x.v.stride()[:2], (x.a.stride(0), x.b.stride(0))
     params.state_slot, params.state_head = state.stride()[:2]
@@ -268,6 +269,9 @@ def _set_prior(params: Params, prior: Prior | None, keep: list[Tensor]) -> None:
     if prior.held is not None:
         params.held = _address(prior.held, keep)
     if history is not None:
+        if prior.places is not None:
+            params.places = _address(prior.places, keep)
+        params.num_places = history.lengths.shape[0]
         params.capacity, params.hist_len = history.num_rows, _address(history.lengths, keep)
         params.hist_u, params.hist_k = history.u.data_ptr(), history.k.data_ptr()
         params.hist_high, params.hist_low = history.decay_high.data_ptr(), history.decay_low.data_ptr()

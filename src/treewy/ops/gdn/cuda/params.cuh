@@ -59,7 +59,7 @@ struct Params {
     const void *a, *b;
     const float *a_log, *dt_bias;
     void *state;
-    const int *slots, *cu_rows, *ancestors;
+    const int *slots, *places, *cu_rows, *ancestors;
     void *hist_u;
     u16 *hist_k;
     float *hist_high, *hist_low;
@@ -76,6 +76,6 @@ struct Params {
     i64 hu_slot, hu_row, hu_head, hk_slot, hk_row, hk_head, hg_slot, hg_row, hg_head;
     i64 ru_row, ru_head, rk_row, rk_head, rg_row, rg_head;
     i64 o_row, o_head, uo_row, uo_head, ko_row, ko_head, go_row, go_head;
-    int num_seqs, num_rows, group, num_slots, words, capacity, gates_f32, group_inverse, path_width, max_rows, num_record_rows;
+    int num_seqs, num_rows, group, num_slots, num_places, words, capacity, gates_f32, group_inverse, path_width, max_rows, num_record_rows;
     float beta_scale;
 };

@@ -12,7 +12,7 @@ struct Decays {
 __device__ __forceinline__ Decays prior_decays(const Params &p, const Work &w, int lane) {
     Decays r;
     r.before_high = r.before_low = 0.f;
-    const i64 hist = w.slot * p.hg_slot + w.head * p.hg_head;
+    const i64 hist = w.place * p.hg_slot + w.head * p.hg_head;
     if (w.path && w.hist) {
         r.before_high = early(p.hist_high + hist + (w.hist - 1) * p.hg_row);
         r.before_low = early(p.hist_low + hist + (w.hist - 1) * p.hg_row);
@@ -42,7 +42,7 @@ __device__ __forceinline__ Weights prior_weights(const Params &p, const Work &w,
         if (i < w.hist || i >= w.prior) continue;
         decay[j] += before;
         if (writes && appends(p, w)) {
-            i64 to = w.slot * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
+            i64 to = w.place * p.hg_slot + i * p.hg_row + w.head * p.hg_head;
             float high = (float)decay[j];
             p.hist_high[to] = high;
             p.hist_low[to] = (float)(decay[j] - (double)high);
@@ -72,13 +72,13 @@ __device__ __forceinline__ void append(const Params &p, const Work &w, const Til
     const int per_row = BV * sizeof(ut) / 16;
     for (int at = threadIdx.x; at < w.path * per_row; at += 32 * NW) {
         int i = w.hist + at / per_row, piece = at % per_row;
-        ut *to = (ut *)p.hist_u + w.slot * p.hu_slot + i * p.hu_row + w.head * p.hu_head + BV * w.vb;
+        ut *to = (ut *)p.hist_u + w.place * p.hu_slot + i * p.hu_row + w.head * p.hu_head + BV * w.vb;
         ((uint4 *)to)[piece] = ((const uint4 *)m.prior_u[i])[piece];
     }
     if (w.vb || !w.first_of_group) return;
     for (int at = threadIdx.x; at < w.path * 16; at += 32 * NW) {
         int i = w.hist + (at >> 4);
-        u16 *to = p.hist_k + w.slot * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
+        u16 *to = p.hist_k + w.place * p.hk_slot + i * p.hk_row + w.key_head * p.hk_head;
         ((uint4 *)to)[at & 15] = ((const uint4 *)m.prior_k[i])[at & 15];
     }
 }

@@ -29,7 +29,7 @@ template <int COUNT> __device__ __forceinline__ void split(float x0, float x1, u
 
 // ---- what a block works on ----
 struct Work {
-    int seq, head, vb, slot, start, rows, end, hist, path, prior, fold, key_head;
+    int seq, head, vb, slot, place, start, rows, end, hist, path, prior, fold, key_head;
     bool live, first_of_group;
 };
 __device__ __forceinline__ Work work_of(const Params &p) {
@@ -38,19 +38,21 @@ __device__ __forceinline__ Work work_of(const Params &p) {
     w.vb = blockIdx.x % VB;
     w.head = blockIdx.x / VB;
     w.slot = p.slots[w.seq];
+    w.place = p.places[w.seq];
     w.start = p.cu_rows[w.seq];
     int end = p.cu_rows[w.seq + 1];
     int held = p.held ? p.held[w.seq] : 0, path = p.path_len ? p.path_len[w.seq] : 0, fold = p.fold ? p.fold[w.seq] : 0;
     w.key_head = ((u32)w.head * (u32)p.group_inverse) >> 16;
     w.first_of_group = w.head == w.key_head * p.group;
     w.live = w.slot >= 0 && w.slot < p.num_slots;
-    if (w.live && p.hist_len && !p.held) held = p.hist_len[w.slot];
+    const bool kept = w.live && w.place >= 0 && w.place < p.num_places;
+    if (kept && p.hist_len && !p.held) held = p.hist_len[w.place];
     w.end = end;
     w.rows = max(0, min(end - w.start, min(BT, p.max_rows)));
-    w.hist = w.live ? max(0, min(held, p.capacity)) : 0;
+    w.hist = kept ? max(0, min(held, p.capacity)) : 0;
     w.path = w.live ? max(0, min(min(path, p.path_width), PMAX - w.hist)) : 0;
     w.prior = w.hist + w.path;
-    w.fold = w.prior && (p.capacity == 0 || fold != 0);
+    w.fold = w.prior && (!kept || fold != 0);
     return w;
 }
 
@@ -102,8 +104,8 @@ __device__ __forceinline__ void request(const Params &p, const Work &w, Tile &m,
         const ut *u;
         const int row_of = min(i, w.prior - 1);
         if (row_of < w.hist) {
-            from = p.hist_k + w.slot * p.hk_slot + row_of * p.hk_row + w.key_head * p.hk_head;
-            u = (const ut *)p.hist_u + w.slot * p.hu_slot + row_of * p.hu_row + w.head * p.hu_head;
+            from = p.hist_k + w.place * p.hk_slot + row_of * p.hk_row + w.key_head * p.hk_head;
+            u = (const ut *)p.hist_u + w.place * p.hu_slot + row_of * p.hu_row + w.head * p.hu_head;
         } else {
             i64 row = record_row(p, w, row_of);
             from = p.rec_k + row * p.rk_row + w.key_head * p.rk_head;

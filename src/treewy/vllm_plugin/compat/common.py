@@ -1,0 +1,62 @@
+"""What both tested versions of vLLM have alike, in terms of the layer objects that they share."""
+
+import dataclasses
+from typing import Any
+
+from treewy.shapes import Float, Tensor
+from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
+
+
+def one_state_per_request(spec: Any) -> Any:
+    """Return a layer's cache spec without the blocks that hold a state per draft."""
+    return dataclasses.replace(spec, num_speculative_blocks=0)
+
+
+def state_of(layer: Any) -> Float[Tensor, "S HV V K"]:
+    """Return the states of a layer's pages. On a CPU vLLM keeps [K, V] in memory that it declares [V, K]."""
+    states = layer.kv_cache[1]
+    if states.is_cuda:
+        return states
+    slots, heads, value_dim, key_dim = states.shape
+    return states.view(slots, heads, key_dim, value_dim).transpose(-1, -2)
+
+
+def window_of(layer: Any, *, dim_first: bool) -> Float[Tensor, "S C X"]:
+    """Return the rolling windows of a layer's pages, channels first."""
+    return layer.kv_cache[0] if dim_first else layer.kv_cache[0].transpose(-1, -2)
+
+
+def chain_conv(
+    layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int, *, dim_first: bool, update: Any
+) -> Float[Tensor, "N C"]:
+    """Run the convolution of chains: vLLM's kernel on a GPU, ours elsewhere.
+
+    Args:
+        layer: The Gated DeltaNet layer.
+        metadata: Its metadata.
+        x: Rows of the sequences that drafted.
+        max_rows: Rows of the longest chain. vLLM would take them from the table of states, which has one column only.
+        dim_first: Whether windows lie channels first.
+        update: vLLM's kernel.
+    """
+    window = window_of(layer, dim_first=dim_first)
+    slots = metadata.spec_state_indices_tensor[:, 0]
+    if x.is_cuda:
+        weight = layer.conv1d.weight.view(layer.conv1d.weight.size(0), layer.conv1d.weight.size(2))
+        return update(
+            x,
+            window,
+            weight,
+            layer.conv1d.bias,
+            layer.activation,
+            conv_state_indices=slots[: metadata.num_spec_decodes],
+            num_accepted_tokens=metadata.num_accepted_tokens,
+            query_start_loc=metadata.spec_query_start_loc,
+            max_query_len=max_rows,
+            validate_data=False,
+        )
+    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+    weight = layer.conv1d.weight.flatten(1) if weight is None else weight
+    count = metadata.num_spec_decodes
+    cu_rows = metadata.spec_query_start_loc[: count + 1]
+    return eager_chain_conv(x, window, weight, layer.conv1d.bias, slots[:count], metadata.num_accepted_tokens[:count], cu_rows)

@@ -1,0 +1,164 @@
+"""The Gated DeltaNet layer of vLLM's models, verifying in closed form from one committed state per request."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from treewy.ops import gdn
+from treewy.shapes import Float, Tensor
+from treewy.vllm_plugin.check import Checker
+from treewy.vllm_plugin.memory import Memory, Sizes
+from treewy.vllm_plugin.metadata import backend_class
+from treewy.vllm_plugin.options import Options, parse
+from treewy.vllm_plugin.state import layers_of
+from treewy.vllm_plugin.step import Step, Tables
+
+
+class Shared(NamedTuple):
+    """What the layers of one engine share."""
+
+    options: Options
+    memory: Memory
+    step: Step
+    backend: str
+    checker: Checker | None
+
+    def forget(self, request: int) -> None:
+        """Drop what is known of a request: another one has its index now, or it begins again."""
+        self.step.forget(request)
+        if self.checker is not None:
+            self.checker.forget(request)
+
+
+def layer_class(vllm: ModuleType) -> type:
+    """Return the layer; without options of ours it does what its base does, bit for bit.
+
+    Args:
+        vllm: The compat module of the installed vLLM.
+    """
+    backend = backend_class(vllm)
+
+    class GatedDeltaNet(vllm.QwenGatedDeltaNetAttention):
+        """One state per request in the page; rows that are not in it yet lie in the plugin's memory."""
+
+        treewy: Shared | None = None
+
+        def __init__(self, config: Any, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+            super().__init__(config, vllm_config, prefix, **options)
+            wanted = parse(vllm_config.additional_config)
+            if not wanted.active:
+                return
+            others = layers_of(vllm_config)
+            self.treewy_number = len(others)
+            self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
+            self.enable_fused_gdn_spec_decode = False
+            self._forward_method = self.forward_cuda
+            if self.dt_bias.is_cuda:
+                # Our kernel reads it in float32. The parameter itself is: weights may be loaded again at any time, and a
+                # converted copy would not know. vLLM's own kernels convert as they load.
+                loader = self.dt_bias.weight_loader
+                self.dt_bias = torch.nn.Parameter(self.dt_bias.data.float())
+                vllm.set_weight_attrs(self.dt_bias, {"weight_loader": loader})
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            spec = super().get_kv_cache_spec(vllm_config)
+            return spec if self.treewy is None else vllm.one_state_per_request(spec)
+
+        def get_attn_backend(self) -> type:
+            return super().get_attn_backend() if self.treewy is None else backend
+
+        def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            context = vllm.get_forward_context()
+            metadata = None if context.attn_metadata is None else context.attn_metadata[self.prefix]
+            if self.treewy is None or metadata is None or metadata.spec_sequence_masks is None:
+                self._undrafted(mixed_qkv, b, a, core_attn_out)
+            elif metadata.rest is None:
+                self._drafted(metadata, mixed_qkv, b, a, core_attn_out)
+            else:
+                self._mixed(context.attn_metadata, mixed_qkv, b, a, core_attn_out)
+
+        def _undrafted(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            if mixed_qkv.is_cuda or self.treewy is None:
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            else:
+                vllm.cpu_core(mixed_qkv, b, a, core_attn_out, self.prefix)
+
+        def _mixed(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            metadata = all_metadata[self.prefix]
+            for rows, run in ((metadata.spec_token_indx, True), (metadata.non_spec_token_indx, False)):
+                own = [part.index_select(0, rows) for part in (mixed_qkv, b, a)]
+                out = torch.zeros_like(core_attn_out[: len(rows)])
+                if run:
+                    self._drafted(metadata, *own, out)
+                else:
+                    all_metadata[self.prefix] = metadata.rest
+                    try:
+                        self._undrafted(*own, out)
+                    finally:
+                        all_metadata[self.prefix] = metadata
+                core_attn_out.index_copy_(0, rows.long(), out)
+
+        def _drafted(self, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            shared, tables = self.treewy, metadata.treewy
+            assert shared is not None
+            memory = shared.memory
+            rows, slots = tables.tree.num_rows, metadata.spec_state_indices_tensor[:, 0]
+            conv_out = vllm.chain_conv(self, metadata, mixed_qkv[:rows], shared.memory.sizes.step_rows)
+            q, k, v = conv_out.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
+            heads = self.num_k_heads // self.tp_size
+            x = gdn.Projections(
+                q.view(rows, heads, -1), k.view(rows, heads, -1), v.view(rows, -1, self.head_v_dim), a[:rows], b[:rows], self.A_log, self.dt_bias
+            )
+            out = gdn.Verified(core_attn_out[:rows], shared.memory.step_of(self.treewy_number, rows))
+            prior = _prior(shared.memory, self.treewy_number, tables)
+            if shared.checker is not None:
+                shared.checker.observe(
+                    self.treewy_number, x, vllm.state_of(self), slots, memory.kept.layer(self.treewy_number), tables.places,
+                    tables.tree.cu_rows, metadata.num_accepted_tokens,
+                )
+            gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
+
+    GatedDeltaNet.__name__ = vllm.QwenGatedDeltaNetAttention.__name__
+    return GatedDeltaNet
+
+
+def _prior(memory: Memory, layer: int, tables: Tables) -> gdn.Prior:
+    return gdn.Prior(memory.kept.layer(layer), None, None, tables.fold, places=tables.places)
+
+
+def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
+    """Make what the layers share, at the first of them; memory is allocated while vLLM counts it as the model's."""
+    state_dtype = layer.get_state_dtype()[1]
+    requests, rows = vllm_config.scheduler_config.max_num_seqs, layer.num_spec + 1
+    largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    sizes = Sizes(
+        num_layers=_num_layers(vllm_config),
+        num_requests=requests,
+        step_rows=rows,
+        kept_rows=rows if options.commit == "reconstruct" else options.ring_capacity,
+        max_path=rows,
+        num_step_rows=max(requests * rows, largest_graph),
+        num_heads=layer.num_k_heads // layer.tp_size,
+        num_value_heads=layer.num_v_heads // layer.tp_size,
+        key_dim=layer.head_k_dim,
+        value_dim=layer.head_v_dim,
+        u_dtype=torch.bfloat16 if state_dtype == torch.bfloat16 else torch.float32,
+        k_dtype=vllm_config.model_config.dtype,
+    )
+    device = layer.A_log.device
+    memory = Memory(sizes, device)
+    backend = _backend(sizes, device)
+    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend, Checker(options.check_every) if options.check_every else None)
+
+
+def _num_layers(vllm_config: Any) -> int:
+    return vllm_config.model_config.get_num_layers_by_block_type(vllm_config.parallel_config, "linear_attention")
+
+
+def _backend(sizes: Sizes, device: torch.device) -> str:
+    """Return the fastest backend of the rule for these heads."""
+    if device.type != "cuda":
+        return "eager"
+    fits_cuda = sizes.key_dim == sizes.value_dim == 128 and sizes.k_dtype == torch.bfloat16 and sizes.step_rows <= 64
+    return "cuda" if fits_cuda else "triton"

@@ -1,0 +1,95 @@
+"""Attention metadata of Gated DeltaNet layers: vLLM's own, and the tables of the step beside it."""
+
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from treewy.vllm_plugin.step import Tables
+
+
+def backend_class(vllm: ModuleType) -> type:
+    """Return the attention backend of layers that verify in closed form.
+
+    Args:
+        vllm: The compat module of the installed vLLM.
+    """
+
+    @dataclass
+    class Metadata(vllm.GDNAttentionMetadata):
+        """vLLM's metadata, with the step's tables, and that of the rows that are no drafts."""
+
+        treewy: Tables | None = None
+        rest: Any = None
+
+    class Builder(vllm.GDNAttentionMetadataBuilder):
+        """Builds vLLM's metadata for one state per request, and sends every decoding row down the drafted path.
+
+        The chained base builds it once per group of layers; the step's tables are the same in all groups.
+        """
+
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            layers = vllm_config.compilation_config.static_forward_context
+            self.step = layers[layer_names[0]].treewy.step
+            # Tables of states have one column; what is copied into a wider one would be broadcast.
+            self.spec_state_indices_tensor = self.spec_state_indices_tensor[:, :1].contiguous()
+            # It shares what build() made for another group, and would share this step's tables without their owner knowing.
+            self.supports_update_block_table = False
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: Any,
+            num_accepted_tokens: torch.Tensor | None = None,
+            num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+            **options: Any,
+        ) -> Any:
+            if num_decode_draft_tokens_cpu is not None:
+                num_decode_draft_tokens_cpu = self._drafts(num_decode_draft_tokens_cpu)
+            built = super().build(
+                common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu, **options
+            )
+            own = {field.name: getattr(built, field.name) for field in fields(built)}
+            if built.spec_sequence_masks is None:
+                return Metadata(**own)
+            return Metadata(**own, treewy=self.step.tables, rest=_rest(built))
+
+        def _drafts(self, given: torch.Tensor) -> torch.Tensor:
+            """Return drafts of each request, -1 where it takes vLLM's own path; a request that drafted nothing counts for one.
+
+            vLLM looks only at the sign and, in 0.26, at whether any request drafted: a step without drafts would leave the
+            drafted path, the only one that knows of kept rows.
+            """
+            marked = torch.full_like(given, -1)
+            batch = torch.from_numpy(self.step.drafted.batch).long()
+            marked[batch] = 1
+            return marked
+
+    class Backend(vllm.GDNAttentionBackend):
+        """Names the builder above to vLLM."""
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return Builder
+
+    return Backend
+
+
+def _rest(built: Any) -> Any:
+    """Return metadata of a batch's undrafted rows alone, as if they were a batch of their own; None if there are none."""
+    if built.num_prefills == 0 and built.num_decodes == 0:
+        return None
+    return replace(
+        built,
+        num_spec_decodes=0,
+        num_spec_decode_tokens=0,
+        num_actual_tokens=built.num_prefill_tokens + built.num_decode_tokens,
+        spec_sequence_masks=None,
+        spec_query_start_loc=None,
+        spec_state_indices_tensor=None,
+        spec_token_indx=None,
+        non_spec_token_indx=None,
+        num_accepted_tokens=None,
+    )

@@ -1,0 +1,90 @@
+"""The engine's hooks around a step: tables before the forward, kept rows after sampling."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewy.vllm_plugin.flush import flush
+from treewy.vllm_plugin.step import Drafted
+
+
+def model_state_class(vllm: ModuleType) -> type:
+    """Return the model state of hybrids; for models without a layer of ours it does what its base does.
+
+    Args:
+        vllm: The compat module of the installed vLLM.
+    """
+
+    class ModelState(vllm.MambaHybridModelState):
+        """Runs the step of the plugin's layers beside vLLM's own bookkeeping."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(vllm_config, *args, **kwargs)
+            self.treewy_layers = layers_of(vllm_config)
+            self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
+            self._runs_requests = False
+
+        def add_request(self, req_index: int, new_req_data: Any) -> None:
+            super().add_request(req_index, new_req_data)
+            if self.treewy is not None:
+                self.treewy.forget(req_index)
+
+        def preprocess_state(
+            self, input_batch: Any, block_tables: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if self.treewy is not None:
+                self._flush_undrafted(input_batch, block_tables, kv_cache_config)
+                self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
+            super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
+
+        def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            if self.treewy is not None:
+                drafted = _drafted(vllm, input_batch) if self._runs_requests else _nobody(input_batch)
+                self._runs_requests = False
+                full = cudagraph_mode == vllm.CUDAGraphMode.FULL
+                num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
+                num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
+                self.treewy.step.begin(drafted, num_seqs, num_rows)
+            return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
+
+        def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
+            super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
+            if self.treewy is not None:
+                self.treewy.step.finish(num_sampled)
+
+        def _flush_undrafted(self, batch: Any, block_tables: Any, kv_cache_config: Any) -> None:
+            """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
+            others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
+            others = others[self.treewy.step.keeps[batch.idx_mapping_np[others]]]
+            if not len(others):
+                return
+            rows = torch.as_tensor(others, device=batch.idx_mapping.device)
+            requests = batch.idx_mapping[rows].long()
+            groups = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
+            slots = [block_tables[groups[layer.prefix]][rows, 0] for layer in self.treewy_layers]
+            flush(vllm, self.treewy_layers, slots, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
+            self.num_accepted_tokens_gpu[requests] = 1
+            for request in batch.idx_mapping_np[others]:
+                self.treewy.forget(int(request))
+
+    return ModelState
+
+
+def layers_of(vllm_config: Any) -> list[Any]:
+    """Return the plugin's layers of an engine, in the order of the model."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if getattr(layer, "treewy", None) is not None]
+
+
+def _drafted(vllm: ModuleType, batch: Any) -> Drafted:
+    chosen = vllm.drafted_rows(batch)
+    sizes = np.asarray(batch.num_scheduled_tokens, dtype=np.int32)
+    return Drafted(chosen, batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
+
+
+def _nobody(batch: Any) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing."""
+    sizes = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], dtype=np.int32)
+    return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)

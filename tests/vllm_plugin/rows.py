@@ -1,0 +1,81 @@
+"""A layer and an engine small enough to follow: requests that join, verify chains, accept and leave."""
+
+import numpy as np
+import torch
+
+from treewy.ops import gdn
+from treewy.vllm_plugin.check import Checker
+from treewy.vllm_plugin.memory import Memory, Sizes
+from treewy.vllm_plugin.step import Drafted, Step
+
+HEADS, VALUE_HEADS, DIM, LAYERS = 2, 4, 16, 3
+
+
+def sizes(kept_rows: int, *, requests: int = 8, step_rows: int = 4) -> Sizes:
+    """Return sizes of a worker with a few small layers."""
+    return Sizes(
+        num_layers=LAYERS,
+        num_requests=requests,
+        step_rows=step_rows,
+        kept_rows=kept_rows,
+        max_path=step_rows,
+        num_step_rows=requests * step_rows + 3,
+        num_heads=HEADS,
+        num_value_heads=VALUE_HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        u_dtype=torch.float32,
+        k_dtype=torch.float32,
+    )
+
+
+class Engine:
+    """Runs layers on random rows as the plugin does, with a checker beside them."""
+
+    def __init__(self, kept_rows: int, *, seed: int = 0, poison: bool = True) -> None:
+        self.memory = Memory(sizes(kept_rows), "cpu")
+        if poison:  # nothing may be read that was not written
+            for part in (*self.memory.step, *self.memory.kept[:4]):
+                part.fill_(torch.nan)
+        self.step, self.checker = Step(self.memory, "eager"), Checker(1)
+        self.random = torch.Generator().manual_seed(seed)
+        self.states = self.normal(LAYERS, 9, VALUE_HEADS, DIM, DIM) * 0.3
+        self.accepted: dict[int, int] = {}
+        self.gates = self.normal(VALUE_HEADS), self.normal(VALUE_HEADS)
+        self.outputs: list[torch.Tensor] = []
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Return random numbers."""
+        return torch.randn(*shape, generator=self.random)
+
+    def forget(self, request: int) -> None:
+        """Let another request have an index."""
+        self.step.forget(request)
+        self.checker.forget(request)
+        self.accepted.pop(request, None)
+
+    def run(self, requests: list[int], slots: list[int], rows: list[int], sampled: list[int], *, padding: int = 0) -> None:
+        """Run a step: verify chains, then accept of each the root and `sampled` - 1 drafts."""
+        drafted = Drafted(np.arange(len(requests)), np.array(requests, np.int32), np.array(rows, np.int32))
+        total = sum(rows)
+        self.step.begin(drafted, len(requests) + padding, total + padding)
+        tables = self.step.tables
+        assert tables is not None
+        at = torch.tensor([*slots, *[-1] * padding], dtype=torch.int32)
+        accepted = torch.tensor([*(self.accepted.get(request, 1) for request in requests), *[1] * padding])
+        for layer in range(LAYERS):
+            x = gdn.Projections(
+                *(self.normal(total + padding, heads, DIM) for heads in (HEADS, HEADS, VALUE_HEADS)),
+                *(self.normal(total + padding, VALUE_HEADS) for _ in range(2)),
+                *self.gates,
+            )
+            kept = self.memory.kept.layer(layer)
+            self.checker.observe(
+                layer, x, self.states[layer], at, kept, tables.places, tables.tree.cu_rows, accepted
+            )
+            out = gdn.Verified(torch.empty_like(x.v), self.memory.step_of(layer, total + padding))
+            prior = gdn.Prior(kept, None, None, tables.fold, places=tables.places)
+            gdn.commit_verify(x, self.states[layer], at, tables.tree, prior=prior, out=out, backend="eager")
+            self.outputs.append(out.o[:total].clone())
+        self.step.finish(torch.tensor(sampled))
+        self.accepted |= dict(zip(requests, (max(1, n) for n in sampled), strict=True))
