@@ -95,7 +95,9 @@ def test_public_names_of_trees_and_acceptance() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner"])
+@pytest.mark.parametrize(
+    "name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner", "vllm_plugin"]
+)
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""
     room = __import__(f"treewy.{name}", fromlist=["__all__"])
@@ -131,6 +133,18 @@ def test_the_library_needs_no_transformers_and_warns_of_nothing() -> None:
     result = run("-W", "always", "-c", script)
     assert result.returncode == 0, result.stderr
     assert "treewy" not in result.stderr
+
+
+def test_importing_the_plugin_does_nothing() -> None:
+    """vLLM loads it in every process, also where nobody asked for it: `register` is all that may do something."""
+    script = (
+        "import sys, treewy.vllm_plugin as plugin\n"
+        "assert plugin.__all__ == ['register']\n"
+        "assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)\n"
+        "assert {x for x in sys.modules if x.startswith('treewy.')} == {'treewy.vllm_plugin'}\n"
+    )
+    result = run("-c", script)
+    assert result.returncode == 0, result.stderr
 
 
 def public_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

@@ -1,8 +1,10 @@
 """The vLLM plugin: Gated DeltaNet layers that keep one state per request while drafting. Nothing happens at import."""
 
+__all__ = ["register"]
+
 
 def register() -> None:
-    """Put the plugin's layer and model state where vLLM looks for them; called by vLLM in each of its processes."""
-    from treewy.vllm_plugin.register import register as run
+    """Put the plugin where vLLM looks for it; called by vLLM in each of its processes, in some more than once."""
+    from treewy.vllm_plugin.install import install
 
-    run()
+    install()

@@ -38,17 +38,7 @@ class Options:
     ring_capacity: int = 16
 
     def __post_init__(self) -> None:
-        if self.commit not in get_args(Commit):
-            raise RequestError(f"{COMMIT} must be one of {', '.join(get_args(Commit))}; got {self.commit!r:.80}. Use one.")
-        _check_count(CHECK_EVERY, self.check_every, 0, None, "Use 0 to check nothing.")
-        _check_count(RING_CAPACITY, self.ring_capacity, 1, MAX_ROWS, "Use 16, say.")
-        if self.widths is not None:
-            _check_widths(self.widths)
-        if self.widths is not None and self.commit == "store_all":
-            raise RequestError(
-                f"{WIDTHS} needs a commit policy that rebuilds one state of a tree; got {list(self.widths)} and {COMMIT} "
-                f"'store_all'. Add \"{COMMIT}\": \"reconstruct\" or \"ring\", or leave {WIDTHS} out."
-            )
+        _check(self.commit, self.widths, self.check_every, self.ring_capacity)
 
     @property
     def active(self) -> bool:
@@ -64,10 +54,19 @@ class Options:
         """Return the most rows that one step can commit, root included, when vLLM drafts `drafts` tokens."""
         return 1 + (drafts if self.widths is None else len(self.widths))
 
+    def kept_rows(self, step_rows: int) -> int:
+        """Return how many accepted rows a request may keep outside its state when a step has `step_rows` rows."""
+        return self.ring_capacity if self.commit == "ring" else self.longest_path(step_rows - 1)
+
 
 def num_drafts(widths: tuple[int, ...]) -> int:
     """Return the rows below the root of a tree: a level has as many as the product of the widths down to it."""
     return sum(accumulate(widths, mul))
+
+
+def options_of(vllm_config: Any) -> Options:
+    """Return the options in a whole configuration of vLLM; see `parse`."""
+    return parse(vllm_config.additional_config)
 
 
 def parse(additional_config: Any) -> Options:
@@ -90,14 +89,31 @@ def parse(additional_config: Any) -> Options:
             f"Options of treewy must be among {', '.join(KEYS)}; got {', '.join(map(repr, unknown)):.200}. Mend the name "
             "or leave it out."
         )
-    given = {key: value for key, value in section.items() if value is not None}
-    widths = given.get(WIDTHS)
-    return Options(
-        commit=given.get(COMMIT, Options.commit),
-        widths=tuple(widths) if isinstance(widths, list | tuple) else widths,
-        check_every=given.get(CHECK_EVERY, Options.check_every),
-        ring_capacity=given.get(RING_CAPACITY, Options.ring_capacity),
+    widths = section.get(WIDTHS)
+    values = (
+        section.get(COMMIT, Options.commit),
+        tuple(widths) if isinstance(widths, list | tuple) else widths,
+        section.get(CHECK_EVERY, Options.check_every),
+        section.get(RING_CAPACITY, Options.ring_capacity),
     )
+    # Before they pass for what the annotations say: they are JSON.
+    _check(*values)
+    return Options(*values)
+
+
+def _check(commit: Any, widths: Any, check_every: Any, ring_capacity: Any) -> None:
+    if commit not in get_args(Commit):
+        raise RequestError(f"{COMMIT} must be one of {', '.join(get_args(Commit))}; got {commit!r:.80}. Use one.")
+    _check_count(CHECK_EVERY, check_every, 0, None, "Use 0 to check nothing.")
+    _check_count(RING_CAPACITY, ring_capacity, 1, MAX_ROWS, "Use 16, say.")
+    if widths is None:
+        return
+    _check_widths(widths)
+    if commit == "store_all":
+        raise RequestError(
+            f"{WIDTHS} needs a commit policy that rebuilds one state of a tree; got {list(widths)} and {COMMIT} "
+            f'\'store_all\'. Add "{COMMIT}": "reconstruct" or "ring", or leave {WIDTHS} out.'
+        )
 
 
 def _check_widths(widths: Any) -> None:
@@ -107,8 +123,7 @@ def _check_widths(widths: Any) -> None:
             f"{WIDTHS} must be positive integers, the children of a row at each level, as in [3, 3, 3]; got {given!r:.80}. "
             "Leave it out to draft a chain."
         )
-    # Products of absurd widths are not worth computing: already their lengths say that they pass the bound.
-    if len(widths) >= MAX_ROWS or max(widths) >= MAX_ROWS or 1 + num_drafts(widths) > MAX_ROWS:
+    if 1 + num_drafts(widths) > MAX_ROWS:
         raise RequestError(
             f"A draft tree must have at most {MAX_ROWS} rows, root included; {WIDTHS} {list(widths)!r:.80} has more. Use "
             "fewer or narrower levels."

@@ -1,5 +1,7 @@
 """Private names of vLLM 0.26."""
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
 from typing import Any
 
 import numpy as np

@@ -1,0 +1,97 @@
+"""What decides whether a configuration of vLLM can run, read from it into plain values: the only reader of its fields.
+
+Fields that only one of the tested versions has are read with the value that they stand for where they are missing.
+"""
+
+from typing import Any, NamedTuple
+
+from treewy.vllm_plugin.compat import platform
+
+LINEAR = "linear_attention"
+# Fields of the cache's configuration that switch on other commit policies; 0.26 has none of them.
+OTHER_POLICIES = ("use_replayssm", "use_kda_recoverssm")
+# Fields of the speculative configuration that make the number of drafts vary; 0.26 lacks the second.
+DYNAMIC_DRAFTS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
+
+
+class Facts(NamedTuple):
+    """A configuration, as far as the plugin cares.
+
+    Attributes:
+        platform: What it runs on, as `compat.platform` calls it.
+        drafts: Tokens drafted per step; None without speculative decoding.
+        model: Name of the model.
+        model_type: Type of its text model.
+        num_linear_layers: Its layers that are not softmax attention.
+        is_v2: Whether the second model runner runs it.
+        prefix_caching: Whether prefixes are cached.
+        cache_mode: How recurrent states are kept for prefixes: "none", "align" or "all".
+        state_dtype: Of recurrent states.
+        kv_dtype: Of keys and values, as asked for.
+        other_policies: Other commit policies of vLLM that are switched on.
+        pipeline: Pipeline stages.
+        context_parallel: GPUs that a context is spread over, in decoding or prefill.
+        ubatches: Whether batches are cut in two that overlap.
+        kv_connector: What moves cached keys and values elsewhere; None if nothing does.
+        lora: Whether adapters are served.
+        dynamic_drafts: What makes the number of drafts vary; None if nothing does.
+        acceptance: How drafts are accepted: "standard", "synthetic" or "block".
+        draft_sampling: How drafts are chosen: "greedy" or "probabilistic".
+    """
+
+    platform: str
+    drafts: int | None
+    model: str
+    model_type: str
+    num_linear_layers: int
+    is_v2: bool
+    prefix_caching: bool
+    cache_mode: str
+    state_dtype: str
+    kv_dtype: str
+    other_policies: tuple[str, ...]
+    pipeline: int
+    context_parallel: int
+    ubatches: bool
+    kv_connector: str | None
+    lora: bool
+    dynamic_drafts: str | None
+    acceptance: str
+    draft_sampling: str
+
+
+def read(vllm_config: Any) -> Facts:
+    """Read a `VllmConfig`."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    speculative, transfer, text = vllm_config.speculative_config, vllm_config.kv_transfer_config, model.hf_text_config
+    return Facts(
+        platform=platform(),
+        drafts=None if speculative is None else speculative.num_speculative_tokens,
+        model=str(model.model),
+        model_type=str(getattr(text, "model_type", None)),
+        num_linear_layers=sum(kind == LINEAR for kind in getattr(text, "layer_types", None) or ()),
+        is_v2=vllm_config.use_v2_model_runner,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        cache_mode=cache.mamba_cache_mode,
+        state_dtype=_state_dtype(model, cache),
+        kv_dtype=str(cache.cache_dtype),
+        other_policies=tuple(x for x in OTHER_POLICIES if getattr(cache, x, False)),
+        pipeline=parallel.pipeline_parallel_size,
+        context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),
+        ubatches=bool(parallel.use_ubatching),
+        # Offloading is a connector too, by the time that a configuration is whole.
+        kv_connector=None if transfer is None else transfer.kv_connector,
+        lora=vllm_config.lora_config is not None,
+        dynamic_drafts=None if speculative is None else _dynamic_drafts(speculative),
+        acceptance="standard" if speculative is None else speculative.rejection_sample_method,
+        draft_sampling="greedy" if speculative is None else speculative.draft_sample_method,
+    )
+
+
+def _state_dtype(model: Any, cache: Any) -> str:
+    asked = (cache.mamba_ssm_cache_dtype, cache.mamba_cache_dtype)
+    return next((x for x in asked if x != "auto"), str(model.dtype).removeprefix("torch."))
+
+
+def _dynamic_drafts(speculative: Any) -> str | None:
+    return next((name for name in DYNAMIC_DRAFTS if getattr(speculative, name, None)), None)

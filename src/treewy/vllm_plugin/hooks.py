@@ -1,0 +1,127 @@
+"""What the plugin overrides or replaces in vLLM, by name and parameters: probed where a version is untested, pinned where it is.
+
+A hook is a body that ours stands in for, or calls: when it changes, ours may be wrong although it still runs. The tests
+of this table pin the source of each for the tested versions.
+"""
+
+import inspect
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Hook(NamedTuple):
+    """A function or method of vLLM.
+
+    Attributes:
+        module: Where it stands.
+        name: Its qualified name there.
+        parameters: Names of its parameters, in order.
+        only: The tested minor version that has it, as in (0, 32); None if all do.
+        cpu: Whether it runs on a CPU only, and may be impossible to import elsewhere.
+    """
+
+    module: str
+    name: str
+    parameters: str
+    only: tuple[int, int] | None = None
+    cpu: bool = False
+
+
+OLD, NEW = (0, 26), (0, 32)
+LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+BASE = "vllm.model_executor.layers.mamba.abstract"
+METADATA = "vllm.v1.attention.backends.gdn_attn"
+STATES = "vllm.v1.worker.gpu.model_states"
+STATE = f"{STATES}.mamba_hybrid"
+ARGUMENTS = "vllm.engine.arg_utils"
+CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+PREPARED = "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config for_capture"
+
+HOOKS = (
+    Hook(
+        LAYER,
+        "QwenGatedDeltaNetAttention.__init__",
+        "self config vllm_config prefix gqa_interleaved_layout reduce_results",
+    ),
+    Hook(LAYER, "QwenGatedDeltaNetAttention.forward_cuda", "self hidden_states"),
+    Hook(LAYER, "QwenGatedDeltaNetAttention._forward_core", "self mixed_qkv b a core_attn_out"),
+    Hook(LAYER, "QwenGatedDeltaNetAttention.get_state_shape", "self"),
+    Hook(BASE, "MambaBase.get_kv_cache_spec", "self vllm_config"),
+    Hook(BASE, "MambaBase.get_attn_backend", "self"),
+    Hook(BASE, "MambaBase.bind_kv_cache", "self kv_cache", only=NEW),
+    Hook(METADATA, "GDNAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
+    Hook(
+        METADATA,
+        "GDNAttentionMetadataBuilder.build",
+        "self common_prefix_len common_attn_metadata num_accepted_tokens num_decode_draft_tokens_cpu fast_build",
+    ),
+    Hook(METADATA, "GDNAttentionMetadataBuilder.build_for_cudagraph_capture", "self common_attn_metadata"),
+    Hook(
+        METADATA,
+        "GDNAttentionMetadataBuilder.update_block_table",
+        "self metadata blk_table slot_mapping",
+        only=NEW,
+    ),
+    Hook(STATE, "MambaHybridModelState.__init__", "self vllm_config model encoder_cache device"),
+    Hook(STATE, "MambaHybridModelState.add_request", "self req_index new_req_data"),
+    Hook(
+        STATE,
+        "MambaHybridModelState.preprocess_state",
+        "self input_batch block_tables kv_cache_config num_computed_tokens",
+    ),
+    Hook(STATE, "MambaHybridModelState.prepare_attn", PREPARED, only=OLD),
+    Hook(
+        STATE,
+        "MambaHybridModelState.prepare_attn",
+        f"{PREPARED} ubatch_idx model_specific_attn_metadata",
+        only=NEW,
+    ),
+    Hook(STATE, "MambaHybridModelState.postprocess_state", "self idx_mapping num_sampled num_computed_tokens"),
+    Hook(STATES, "init_model_state", "vllm_config model encoder_cache device"),
+    Hook(STATES, "resolve_model_state_cls", "vllm_config model", only=NEW),
+    Hook(ARGUMENTS, "EngineArgs.create_speculative_config", "self target_model_config target_parallel_config"),
+    Hook(ARGUMENTS, "EngineArgs.create_engine_config", "self usage_context headless"),
+    Hook(CPU, "cpu_gdn_attention_core", "mixed_qkv b a core_attn_out layer_name", only=NEW, cpu=True),
+    Hook(
+        CPU,
+        "_spec_forward",
+        "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width state_len",
+        only=NEW,
+        cpu=True,
+    ),
+)
+
+
+def of_version(minor: tuple[int, int]) -> tuple[Hook, ...]:
+    """Return the hooks that a tested minor version has."""
+    return tuple(hook for hook in HOOKS if hook.only in (None, minor))
+
+
+def find_mismatches(hooks: tuple[Hook, ...], *, on_cpu: bool) -> list[str]:
+    """Return what the installed vLLM has otherwise than `hooks` say: one line each, nothing if all is as expected."""
+    found = [_mismatch(hook) for hook in hooks if on_cpu or not hook.cpu]
+    return [line for line in found if line]
+
+
+def resolve(hook: Hook) -> Any:
+    """Return the function that a hook names.
+
+    Raises:
+        ImportError: its module is not there.
+        AttributeError: its name is not.
+    """
+    found: Any = import_module(hook.module)
+    for part in hook.name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _mismatch(hook: Hook) -> str:
+    try:
+        function = resolve(hook)
+    except (ImportError, AttributeError) as error:
+        return f"{hook.module}:{hook.name} is missing ({error})"
+    parameters = " ".join(inspect.signature(function).parameters)
+    if parameters == hook.parameters:
+        return ""
+    return f"{hook.module}:{hook.name} takes ({parameters}) instead of ({hook.parameters})"

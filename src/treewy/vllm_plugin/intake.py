@@ -1,0 +1,99 @@
+"""Where options enter: two methods of vLLM's `EngineArgs`, which every front end builds its configuration with.
+
+`create_speculative_config` refuses keys it does not know, so ours are moved from `--speculative-config` to where vLLM keeps
+what plugins need, `additional_config["treewy"]`; from there they reach every process. `create_engine_config` is the first
+place that has the whole configuration, in the process that the user started: what cannot run is refused there, before a
+model is loaded.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from treewy.errors import RequestError
+from treewy.vllm_plugin import compat, versions
+from treewy.vllm_plugin.options import KEYS, SECTION, options_of, parse
+from treewy.vllm_plugin.refusals import check_tree_size, refuse
+
+# What marks a method that is wrapped already: a process may register more than once.
+MARK = "_wrapped_by_treewy"
+DRAFTS = "num_speculative_tokens"
+
+
+def install() -> None:
+    """Wrap both methods, once per process."""
+    arguments = compat.engine_arguments()
+    for name, wrapper in (("create_speculative_config", _moving_options), ("create_engine_config", _refusing)):
+        method = getattr(arguments, name)
+        if not hasattr(method, MARK):
+            wrapped = wrapper(method)
+            setattr(wrapped, MARK, True)
+            setattr(arguments, name, wrapped)
+
+
+def move_options(arguments: Any) -> None:
+    """Move the plugin's keys from the speculative configuration of an `EngineArgs` into its `additional_config`.
+
+    Neither dictionary is changed in place: they are the caller's. What is wrong with ours is said here, before vLLM finds
+    fault with what we make of it.
+
+    Raises:
+        RequestError: a key is in both with different values, or there is no place to move it to; a value is bad; a tree has
+            another number of drafts than vLLM is told.
+    """
+    speculative = arguments.speculative_config
+    if not isinstance(speculative, Mapping):
+        return
+    # vLLM takes dashes for underscores here.
+    ours = {name: value for key, value in speculative.items() if (name := key.replace("-", "_")) in KEYS}
+    if not ours:
+        return
+    additional = {} if arguments.additional_config is None else arguments.additional_config
+    if not isinstance(additional, Mapping):
+        raise RequestError(
+            f"Options of treewy need additional_config to be a dictionary; got a {type(additional).__name__}. Pass one."
+        )
+    section = additional.get(SECTION)
+    section = {} if section is None else section
+    _check_agreement(ours, section)
+    moved = {**additional, SECTION: {**section, **ours}}
+    rest = {key: value for key, value in speculative.items() if key.replace("-", "_") not in KEYS}
+    drafts = next((value for key, value in rest.items() if key.replace("-", "_") == DRAFTS), arguments.spec_tokens)
+    check_tree_size(parse(moved), drafts)
+    arguments.speculative_config, arguments.additional_config = rest, moved
+
+
+def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:
+    if not isinstance(section, Mapping):
+        raise RequestError(
+            f"additional_config[{SECTION!r}] must be a JSON object of options; got {section!r:.80}. Leave it out: the "
+            "speculative config has options already."
+        )
+    for key, value in ours.items():
+        if key in section and section[key] != value:
+            raise RequestError(
+                f"An option must be given once, or twice alike; {key} is {value!r:.80} in the speculative config and "
+                f"{section[key]!r:.80} in additional_config[{SECTION!r}]. Drop one."
+            )
+
+
+def _moving_options(create: Callable) -> Callable:
+    @wraps(create)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        move_options(self)
+        return create(self, *args, **kwargs)
+
+    return create_speculative_config
+
+
+def _refusing(create: Callable) -> Callable:
+    @wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, *args, **kwargs)
+        options = options_of(config)
+        if options.active:
+            versions.check(on_cpu=compat.platform() == "cpu")
+            refuse(config, options)
+        return config
+
+    return create_engine_config

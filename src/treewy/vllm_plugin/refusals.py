@@ -1,0 +1,165 @@
+"""What cannot run with the plugin, refused before anything does: what must hold, what was given, what to do."""
+
+from typing import Any
+
+from treewy.errors import RequestError, UnsupportedError
+from treewy.planner.model import SUPPORTED as MODEL_TYPES
+from treewy.vllm_plugin.facts import Facts, read
+from treewy.vllm_plugin.options import COMMIT, MAX_ROWS, RING_CAPACITY, WIDTHS, Options
+
+STATE_DTYPES = ("float32", "bfloat16")
+PLATFORMS = ("cuda", "cpu")
+# Key and value caches that tree attention reads: the model's own dtype.
+TREE_KV_DTYPES = ("auto", "bfloat16", "float16")
+
+
+def refuse(vllm_config: Any, options: Options) -> None:
+    """Refuse a configuration that the options cannot run with. Options that change nothing are never refused.
+
+    Raises:
+        RequestError: numbers do not fit each other.
+        UnsupportedError: something asked for together does not work together.
+    """
+    if not options.active:
+        return
+    facts = read(vllm_config)
+    for check in (_check_drafts, _check_model, _check_runner, _check_states, _check_parallel, _check_requests):
+        check(facts, options)
+    if options.widths is not None:
+        _check_tree(facts)
+        _check_trees_are_here()
+
+
+def check_tree_size(options: Options, drafts: int | None) -> None:
+    """Check that vLLM was told how many drafts the tree has, if there is a tree.
+
+    Args:
+        options: The engine's.
+        drafts: What vLLM was told; None if nothing.
+
+    Raises:
+        RequestError: it is another number.
+    """
+    if options.widths is not None and drafts != options.num_tree_drafts:
+        raise RequestError(
+            f"num_speculative_tokens must be the number of drafts in the tree; {WIDTHS} {list(options.widths)} has "
+            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts}. Pass "num_speculative_tokens": '
+            f"{options.num_tree_drafts}."
+        )
+
+
+def _check_drafts(facts: Facts, options: Options) -> None:
+    drafts = facts.drafts
+    if drafts is None:
+        raise RequestError(
+            f"{COMMIT} {options.commit!r} is about drafts; there is no speculative config. Pass one, as in "
+            f'--speculative-config \'{{"method": "mtp", "num_speculative_tokens": 3, "{COMMIT}": "{options.commit}"}}\'.'
+        )
+    check_tree_size(options, drafts)
+    if drafts + 1 > MAX_ROWS:
+        raise RequestError(
+            f"A step must have at most {MAX_ROWS} rows per request, {MAX_ROWS - 1} drafts and the last token; "
+            f"num_speculative_tokens is {drafts}. Draft fewer tokens."
+        )
+    longest = options.longest_path(drafts)
+    if options.commit == "ring" and options.ring_capacity < longest:
+        raise RequestError(
+            f"A history must hold the longest path that a step can accept, {longest} rows; {RING_CAPACITY} is "
+            f"{options.ring_capacity}. Raise it to {longest} at least."
+        )
+    if facts.dynamic_drafts is not None:
+        raise UnsupportedError(
+            f"Every request must draft the same number of tokens; {facts.dynamic_drafts} makes it vary. Leave it out of the "
+            "speculative config."
+        )
+
+
+def _check_model(facts: Facts, options: Options) -> None:
+    if facts.model_type not in MODEL_TYPES or not facts.num_linear_layers:
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} needs a model with Gated DeltaNet layers, of type {', '.join(MODEL_TYPES)}; "
+            f"{facts.model} has {facts.num_linear_layers} linear layers and is of type {facts.model_type!r}. Leave "
+            f"{COMMIT} out for it."
+        )
+
+
+def _check_runner(facts: Facts, options: Options) -> None:
+    if facts.platform not in PLATFORMS:
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} runs on {' and '.join(PLATFORMS)}; this is {facts.platform}. Leave it out there."
+        )
+    if not facts.is_v2:
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} needs vLLM's Model Runner V2; this configuration runs on V1. Set the environment "
+            "variable VLLM_USE_V2_MODEL_RUNNER=1."
+        )
+
+
+def _check_states(facts: Facts, options: Options) -> None:
+    if facts.prefix_caching or facts.cache_mode != "none":
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} does not work with prefix caching yet; it is on (mamba_cache_mode "
+            f"{facts.cache_mode!r}). Pass --no-enable-prefix-caching."
+        )
+    if facts.other_policies:
+        raise UnsupportedError(
+            f"Only one commit policy can own the recurrent states; got {COMMIT} {options.commit!r} and "
+            f"{' and '.join(facts.other_policies)}. Drop one."
+        )
+    if facts.state_dtype not in STATE_DTYPES:
+        raise UnsupportedError(
+            f"Recurrent states must be {' or '.join(STATE_DTYPES)}; they would be {facts.state_dtype}. Pass "
+            "--mamba-ssm-cache-dtype float32, or bfloat16."
+        )
+
+
+def _check_parallel(facts: Facts, options: Options) -> None:
+    refused = {
+        "one pipeline stage": (facts.pipeline > 1, f"pipeline_parallel_size is {facts.pipeline}", "Set it to 1"),
+        "contexts that stay whole on one GPU": (
+            facts.context_parallel > 1,
+            f"decode or prefill context parallelism is over {facts.context_parallel} GPUs",
+            "Set decode_context_parallel_size and prefill_context_parallel_size to 1",
+        ),
+        "batches that run whole": (facts.ubatches, "enable_dbo or ubatch_size cuts them", "Leave both out"),
+    }
+    for condition, (broken, given, remedy) in refused.items():
+        if broken:
+            raise UnsupportedError(f"{COMMIT} {options.commit!r} needs {condition}; {given}. {remedy}.")
+
+
+def _check_requests(facts: Facts, options: Options) -> None:
+    if facts.kv_connector is not None:
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} keeps rows of a request beside vLLM's blocks, where a KV connector does not see "
+            f"them; {facts.kv_connector} is on. Leave connectors and offloading out."
+        )
+    if facts.lora:
+        raise UnsupportedError(
+            f"{COMMIT} {options.commit!r} does not work with LoRA adapters yet, in the target or in the drafter; adapters are "
+            "enabled. Leave --enable-lora out."
+        )
+
+
+def _check_tree(facts: Facts) -> None:
+    if facts.acceptance == "block":
+        raise UnsupportedError(
+            f"Trees are accepted path by path; rejection_sample_method is {facts.acceptance!r}, which is for chains. Leave "
+            "it out of the speculative config."
+        )
+    if facts.draft_sampling == "probabilistic":
+        raise UnsupportedError(
+            f"Drafts of a tree are chosen, not drawn; draft_sample_method is {facts.draft_sampling!r}. Use 'greedy'."
+        )
+    if facts.kv_dtype not in TREE_KV_DTYPES:
+        raise UnsupportedError(
+            f"Attention over trees reads keys and values in the model's dtype; kv_cache_dtype is {facts.kv_dtype!r}. Pass "
+            f"--kv-cache-dtype auto, or leave {WIDTHS} out."
+        )
+
+
+def _check_trees_are_here() -> None:
+    raise UnsupportedError(
+        f"The plugin drafts chains; trees are not here yet, and {WIDTHS} was given. Leave {WIDTHS} out: "
+        "num_speculative_tokens alone is the length of a chain."
+    )

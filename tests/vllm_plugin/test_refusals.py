@@ -1,0 +1,173 @@
+"""Every combination that cannot run is refused with a message of three parts, on configurations of both versions."""
+
+import re
+from typing import Any
+
+import pytest
+
+from treewy.errors import RequestError, UnsupportedError
+from treewy.vllm_plugin import facts, refusals
+from treewy.vllm_plugin.options import Options
+from treewy.vllm_plugin.refusals import refuse
+from vllm_plugin.stand_in import config
+
+CHAIN, RING = Options("reconstruct"), Options("ring")
+TREE = Options("reconstruct", (2, 2))
+TREE_DRAFTS = {"speculative__num_speculative_tokens": 6}
+
+# What is given, and what must hold, what was given and what to do, as the message says it.
+REFUSED = [
+    ({"use_v2_model_runner": False}, "needs vLLM's Model Runner V2", "runs on V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
+    (
+        {"cache__enable_prefix_caching": True, "cache__mamba_cache_mode": "align"},
+        "prefix caching",
+        "'align'",
+        "Pass --no-enable",
+    ),
+    ({"cache__enable_prefix_caching": True}, "prefix caching", "it is on", "Pass --no-enable-prefix-caching"),
+    ({"cache__mamba_cache_mode": "all"}, "prefix caching", "'all'", "Pass --no-enable-prefix-caching"),
+    ({"cache__use_replayssm": True}, "Only one commit policy", "use_replayssm", "Drop one"),
+    ({"cache__use_kda_recoverssm": True}, "Only one commit policy", "use_kda_recoverssm", "Drop one"),
+    ({"cache__mamba_ssm_cache_dtype": "float16"}, "float32 or bfloat16", "float16", "--mamba-ssm-cache-dtype float32"),
+    (
+        {"cache__mamba_ssm_cache_dtype": "auto", "cache__mamba_cache_dtype": "float16"},
+        "float32 or bfloat16",
+        "would be float16",
+        "--mamba-ssm-cache-dtype",
+    ),
+    (
+        {"cache__mamba_ssm_cache_dtype": "auto", "model__dtype": "torch.float16"},
+        "float32 or bfloat16",
+        "would be float16",
+        "--mamba-ssm-cache-dtype",
+    ),
+    ({"parallel__pipeline_parallel_size": 2}, "one pipeline stage", "pipeline_parallel_size is 2", "Set it to 1"),
+    ({"parallel__decode_context_parallel_size": 2}, "whole on one GPU", "over 2 GPUs", "decode_context_parallel_size"),
+    (
+        {"parallel__prefill_context_parallel_size": 4},
+        "whole on one GPU",
+        "over 4 GPUs",
+        "prefill_context_parallel_size",
+    ),
+    ({"parallel__use_ubatching": True}, "batches that run whole", "enable_dbo or ubatch_size", "Leave both out"),
+    ({"transfer__kv_connector": "Nixl"}, "KV connector does not see", "Nixl is on", "Leave connectors"),
+    ({"lora_config": object()}, "LoRA", "adapters are enabled", "Leave --enable-lora out"),
+    (
+        {"speculative__num_speculative_tokens_per_batch_size": [(1, 8, 3)]},
+        "the same number of tokens",
+        "num_speculative_tokens_per_batch_size makes it vary",
+        "Leave it out",
+    ),
+    (
+        {"speculative__enable_adaptive_verification": True},
+        "the same number of tokens",
+        "enable_adaptive_verification makes it vary",
+        "Leave it out",
+    ),
+    (
+        {"text__model_type": "olmo_hybrid"},
+        "Gated DeltaNet layers, of type qwen3_5",
+        "'olmo_hybrid'",
+        "Leave mamba_state_commit",
+    ),
+    (
+        {"text__layer_types": ["full_attention"]},
+        "Gated DeltaNet layers",
+        "has 0 linear layers",
+        "Leave mamba_state_commit",
+    ),
+    ({"text__layer_types": None}, "Gated DeltaNet layers", "a/model has 0 linear layers", "Leave mamba_state_commit"),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "platform", lambda: "cuda")
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize("options", [CHAIN, RING])
+def test_a_chain_runs(version: str, options: Options) -> None:
+    refuse(config(version), options)
+    refuse(config(version, kv_transfer_config=None), options)
+    refuse(config(version, cache__mamba_ssm_cache_dtype="auto"), options)
+    refuse(config(version, cache__mamba_ssm_cache_dtype="bfloat16"), options)
+    refuse(config(version, cache__mamba_cache_dtype="float16"), options)  # the state's own dtype counts
+    refuse(config(version, cache__cache_dtype="fp8"), options)
+    refuse(config(version, speculative__draft_sample_method="probabilistic"), options)
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize(("changes", "holds", "given", "remedy"), REFUSED)
+@pytest.mark.parametrize("options", [CHAIN, RING, TREE])
+def test_what_cannot_run_is_refused(
+    options: Options, changes: dict[str, Any], holds: str, given: str, remedy: str, version: str
+) -> None:
+    changed = config(version, **(TREE_DRAFTS if options is TREE else {}), **changes)
+    with pytest.raises(UnsupportedError) as refusal:
+        refuse(changed, options)
+    message = str(refusal.value)
+    places = [message.find(part) for part in (holds, given, remedy)]
+    assert places == sorted(places), message
+    assert places[0] >= 0, message
+    assert message.endswith(".")
+
+
+def test_nothing_is_refused_without_options() -> None:
+    for changes, *_ in REFUSED:
+        refuse(config(**changes), Options())
+    refuse(None, Options(check_every=3))
+
+
+@pytest.mark.parametrize("platform", ["rocm", "xpu", "tpu", "other"])
+def test_other_platforms_are_refused(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "platform", lambda: platform)
+    with pytest.raises(UnsupportedError, match=f"runs on cuda and cpu; this is {platform}. Leave it out there."):
+        refuse(config(), CHAIN)
+
+
+def test_drafts_are_needed() -> None:
+    with pytest.raises(RequestError, match=r"there is no speculative config\. Pass one"):
+        refuse(config(speculative_config=None), CHAIN)
+
+
+@pytest.mark.parametrize("drafts", [5, 7, 2])
+def test_a_tree_must_be_counted_right(drafts: int) -> None:
+    """The message says the number to pass."""
+    with pytest.raises(RequestError, match=r'\[2, 2\] has 6, .* is \d. Pass "num_speculative_tokens": 6\.'):
+        refuse(config(speculative__num_speculative_tokens=drafts), TREE)
+
+
+def test_the_rows_of_a_step_are_bounded() -> None:
+    refuse(config(speculative__num_speculative_tokens=127), CHAIN)
+    with pytest.raises(RequestError, match=r"at most 128 rows per request.*num_speculative_tokens is 128"):
+        refuse(config(speculative__num_speculative_tokens=128), CHAIN)
+
+
+def test_a_history_must_hold_a_path() -> None:
+    refuse(config(), Options("ring", ring_capacity=4))
+    with pytest.raises(RequestError, match=r"4 rows; ring_capacity is 3\. Raise it to 4 at least"):
+        refuse(config(), Options("ring", ring_capacity=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
+        (
+            {"speculative__draft_sample_method": "probabilistic"},
+            "draft_sample_method is 'probabilistic'. Use 'greedy'.",
+        ),
+        ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
+        ({}, "The plugin drafts chains; trees are not here yet"),
+    ],
+)
+def test_what_trees_cannot_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        refuse(config(**TREE_DRAFTS, **changes), TREE)
+
+
+def test_lifting_the_last_refusal_lets_trees_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_check_trees_are_here", lambda: None)
+    refuse(config(**TREE_DRAFTS), TREE)
+    refuse(config(**TREE_DRAFTS), Options("ring", (2, 2), ring_capacity=3))
