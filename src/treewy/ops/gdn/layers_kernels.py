@@ -113,6 +113,7 @@ def append_layers_kernel(
         else:
             o_hv = tl.arange(0, triton.next_power_of_2(size.HV))
             m_hv = o_hv < size.HV
+            o_hv = o_hv.to(tl.int64)
             o_kept = i_layer * kept_layer + i_place * kept_slot + o_hv * kept_head
             o_last = o_kept + (num_kept - 1).to(tl.int64) * kept_row
             before_high = tl.load(kept_high + o_last, mask=m_hv & (num_kept > 0), other=0.0).to(tl.float32)
