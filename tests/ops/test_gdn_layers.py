@@ -270,7 +270,7 @@ class TestTablesThatAreWrong:
 
 
 @every_backend
-@pytest.mark.parametrize("what", ["sequences", "places in the table", "rows of the record", "layers"])
+@pytest.mark.parametrize("what", ["sequences", "places in the table", "rows of the record", "layers", "histories"])
 def test_where_there_is_nothing_nothing_happens(what, backend):
     history, places, record, path = operands()
     path.lengths.zero_()
@@ -280,6 +280,9 @@ def test_where_there_is_nothing_nothing_happens(what, backend):
         path = path._replace(rows=path.rows[:, :0])
     elif what == "rows of the record":
         record = gdn.StackedRecord(*(part[:, :0] for part in record))
+    elif what == "histories":
+        places = torch.full_like(places, -1)
+        history = gdn.StackedHistory(*(part[:, :0] for part in history[:4]), history.lengths[:0])
     else:
         history = gdn.StackedHistory(*(part[:0] for part in history[:4]), history.lengths)
         record = gdn.StackedRecord(*(part[:0] for part in record))
