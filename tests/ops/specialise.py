@@ -30,7 +30,7 @@ def launch_of(case: dict) -> tuple[Any, tuple, dict]:
     `case` may have, beside `archs`: entry, rows, dims (K, V), dtype, state, exact, and the rows of history and path, 0 for none.
     """
     from treewy.ops import gdn
-    from treewy.ops.gdn import kernels
+    from treewy.ops.gdn import kernels, layers_kernels
     from treewy.packed import PathTables, pack, pack_paths
     from treewy.tree import DraftTree
 
@@ -69,9 +69,17 @@ def launch_of(case: dict) -> tuple[Any, tuple, dict]:
         "commit": lambda: gdn.commit(pool, zeros, out.record, pack_paths(tree, [[0]]), backend="triton"),
         "append": lambda: gdn.append(prior.history, zeros, out.record, pack_paths(tree, [[0]]), backend="triton"),
         "fold": lambda: gdn.fold(pool, zeros, prior.history, backend="triton"),
+        "append_layers": lambda: gdn.append_layers(
+            gdn.StackedHistory(*kept(3, 4, places), prior.history.lengths),
+            zeros,
+            gdn.StackedRecord(*kept(3, rows)),
+            prior.path,
+            backend="triton",
+        ),
     }
     launches: list = []
     kernels.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
+    layers_kernels.launch = kernels.launch
     calls[case.get("entry", "commit_verify")]()
     return launches[0]
 
@@ -97,6 +105,8 @@ def compile_launch(kernel: Any, args: tuple, options: dict, arch: int) -> dict:
         "kernel": kernel.fn.__name__,
         "arch": arch,
         **figures,
+        "wide_loads": result.asm["ptx"].count("ld.global.v4.b32"),
+        "wide_stores": result.asm["ptx"].count("st.global.v4.b32"),
         "group_products": result.asm["ptx"].count("wgmma.mma_async"),
         "group_waits": group_waits(result.asm["cubin"]) if "wgmma" in result.asm["ptx"] else 0,
     }

@@ -18,10 +18,22 @@ CASES = {
     "fold": {"entry": "fold", "archs": [120]},
 }
 
+APPENDS = {
+    "chain 3": {"path": 4, "state": "float32", "archs": [80, 90, 120]},
+    "17 rows": {"path": 17, "archs": [90]},
+    "one row, odd dims": {"path": 1, "dims": [96, 40], "dtype": "float16", "archs": [80]},
+}
+
 
 @pytest.fixture(scope="module")
-def compiled():
-    return compile_all(list(CASES.values()))
+def everything():
+    """Figures of `CASES`, then those of `APPENDS`."""
+    return compile_all([*CASES.values(), *({"entry": "append_layers", **case} for case in APPENDS.values())])
+
+
+@pytest.fixture(scope="module")
+def compiled(everything):
+    return [one for one in everything if one["kernel"] == "gdn_step"]
 
 
 def test_it_compiles(compiled):
@@ -39,3 +51,15 @@ def test_shared_memory_fits(compiled):
 def test_small_trees_do_not_spill(compiled):
     """Stack is where registers go that a program had no room for."""
     assert not [one for one in compiled[:4] if one["stack"] > 0]
+
+
+def test_appending_for_all_layers_compiles(everything, compiled):
+    """For every generation, in registers; rows of 128 are loaded and stored 16 bytes a thread, and never less."""
+    ours = everything[len(compiled) :]
+    assert [(one["kernel"], one["arch"]) for one in ours] == [
+        ("append_layers_kernel", arch) for case in APPENDS.values() for arch in case["archs"]
+    ]
+    assert not [one for one in ours if one["stack"] > 0 or one["shared"] > SHARED_LIMIT]
+    # A program has 128 threads for 4 rows of 1024 elements.
+    assert [(one["wide_loads"], one["wide_stores"]) for one in ours[:3]] == [(12, 12)] * 3
+    assert (ours[3]["wide_loads"], ours[3]["wide_stores"]) == (8, 8)

@@ -229,21 +229,28 @@ class Static:
         self.before = starts[:-1]
 
     before = (0,) * 64
+    places = None
+
+    def move_histories(self, num_places):
+        """Give histories places of their own, one for each sequence, with NaN in all but the live ones."""
+        parts = (
+            torch.full((num_places, *part.shape[1:]), torch.nan, dtype=part.dtype, device="cuda")
+            for part in self.history[:4]
+        )
+        lengths = torch.zeros(num_places, dtype=torch.int32, device="cuda")
+        self.history, self.places = gdn.History(*parts, lengths), torch.full_like(self.slots, -1)
 
     def run(self):
         """Launch the step into the second record; the first is the last step's."""
-        prior = gdn.Prior(self.history, self.records[0], self.path, self.fold)
+        prior = gdn.Prior(self.history, self.records[0], self.path, self.fold, places=self.places)
         out = gdn.Verified(self.o, self.records[1])
         options = {"prior": prior, "exact": self.exact, "out": out, "backend": self.backend}
         gdn.commit_verify(self.x, self.state, self.slots, self.tree, **options)
 
     def settle(self):
         """Move lengths and records, as a step does after its last layer."""
-        for slot, accepted, fold in zip(
-            self.slots.tolist(), self.path.lengths.tolist(), self.fold.tolist(), strict=True
-        ):
-            if slot >= 0:
-                self.history.lengths[slot] = 0 if fold else self.history.lengths[slot] + accepted
+        at = self.slots if self.places is None else self.places
+        gdn.settle(self.history.lengths, at, self.path.lengths, self.fold)
         for kept, new in zip(*self.records, strict=True):
             kept.copy_(new)
 
@@ -287,6 +294,59 @@ def test_one_graph_serves_every_tree(backend, state, exact):
         for ours, theirs in zip(captured.memory(), plain.memory(), strict=True):
             assert ours.isfinite().all()
             assert torch.equal(ours, theirs)
+
+
+@both_kernels
+@pytest.mark.parametrize("state", [BF16, F32])
+@pytest.mark.parametrize("num_places", [3, 50])
+def test_one_graph_serves_histories_at_any_place(backend, state, num_places):
+    """Fewer histories than states, and more; they lie elsewhere with every order of the batch, and no bit tells."""
+    plain, captured = (Static(backend, False, state) for _ in range(2))
+    captured.move_histories(num_places)
+    captured.run()  # compiles; no slot is live
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run()
+    place_of = {5: num_places - 1, 0: 1, 3: 0, -1: -1}
+    for call in CALLS[:4]:
+        for step in (plain, captured):
+            step.load(*call)
+        captured.places.copy_(torch.tensor([place_of[slot] for slot in captured.slots.tolist()]))
+        plain.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        for step in (plain, captured):
+            step.settle()
+        for ours, theirs in zip(captured.memory()[:2], plain.memory()[:2], strict=True):
+            assert torch.equal(ours, theirs)
+        for slot, place in place_of.items():
+            held = int(plain.history.lengths[slot]) if slot >= 0 else 0
+            for ours, theirs in zip(captured.history[:4], plain.history[:4], strict=True):
+                assert torch.equal(ours[place, :held], theirs[slot, :held])
+    nobody = [place for place in range(num_places) if place not in place_of.values()]
+    assert all(part[nobody].isnan().all() for part in captured.history[:4])
+
+
+@both_kernels
+@pytest.mark.parametrize("place", [-1, 3, 2**31 - 1])
+def test_a_sequence_without_a_place_folds_its_path(backend, place):
+    """As where there are no histories."""
+    kept, bare = (Static(backend, False, BF16) for _ in range(2))
+    kept.move_histories(3)
+    bare.history = None
+    for step in (kept, bare):
+        step.load([6], [DraftTree.chain(3)], [[]], [0])
+        if step is kept:
+            step.places.fill_(place)
+        step.run()
+        for old, new in zip(*step.records, strict=True):
+            old.copy_(new)
+        step.load([6], [TREES[1]], [[0, 1, 2]], [0])
+        step.run()
+    assert torch.equal(kept.o, bare.o)
+    assert torch.equal(kept.state, bare.state)
+    assert all(part.isnan().all() for part in kept.history[:4])
 
 
 @both_kernels

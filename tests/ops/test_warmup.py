@@ -123,7 +123,16 @@ def step(facts, num_seqs, num_rows, layers=2):
         delta.run(*conv.verify_split(*operands, sizes, backend="triton"), layer)
         conv.commit(window[layer], slots, x[layer], paths, backend="triton")
     conv.commit(window, slots, x, paths, backend="triton")
+    delta.append(paths)
     ledger.settle(lengths, slots, paths.lengths, fold, backend="triton")
+
+
+def side_by_side(parts):
+    """Return parts of rows [L, N, ...] as views of one stretch of bytes per row, 16 elements of 4 bytes aligned."""
+    sizes = [part[0, 0].nbytes for part in parts]
+    memory = torch.empty(*parts[0].shape[:2], -(-sum(sizes) // 64) * 64, dtype=torch.uint8)
+    pieces = zip(memory[..., : sum(sizes)].split(sizes, dim=2), parts, strict=True)
+    return [piece.view(part.dtype).unflatten(2, part.shape[2:]) for piece, part in pieces]
 
 
 class DeltaRule:
@@ -146,12 +155,20 @@ class DeltaRule:
                 None,
                 gdn.Prior(None, record, paths, fold),
                 *(gdn.Prior(history, record, paths, fold, x) for x in (None, fold)),
+                gdn.Prior(history, record, paths, fold, fold, slots.flip(0)),
             ]
             for record in records
         ]
         self.outs = [gdn.Verified(torch.empty(num_rows, *shape, dtype=facts.dtype), record) for record in records]
+        self.stacked = gdn.StackedHistory(*kept(2, 7, 16), history.lengths), gdn.StackedRecord(*kept(2, num_rows))
+        self.stretches = gdn.StackedRecord(*side_by_side(kept(2, num_rows)))
         self.gates = [torch.empty(num_rows, heads, dtype=facts.dtype) for _ in range(2)]
         self.layer = torch.empty(2, heads)
+
+    def append(self, paths):
+        history, record = self.stacked
+        for taken in (record, self.stretches):
+            gdn.append_layers(history, self.slots, taken, paths, backend="triton")
 
     def run(self, q, k, v, layer):
         facts = self.facts
@@ -193,7 +210,9 @@ FACTS = {
 def test_warmup_compiles_what_steps_launch(name, variants):
     warmup(FACTS[name])
     warmed = variants.copy()
-    assert {parts[0] for parts in warmed} >= {"convolve_paths", "shift_windows", "choose_folds_kernel", "settle_kernel"}
+    assert {parts[0] for parts in warmed} >= {
+        *("convolve_paths", "shift_windows", "choose_folds_kernel", "settle_kernel", "append_layers_kernel")
+    }
     for num_seqs, num_rows in ((1, 4), (1, 1), (3, 33), (8, 129), (5, 300), (32, 1280)):
         variants.clear()
         step(FACTS[name], num_seqs, num_rows)

@@ -113,6 +113,7 @@ def append_layers_kernel(
         else:
             o_hv = tl.arange(0, triton.next_power_of_2(size.HV))
             m_hv = o_hv < size.HV
+            o_hv = o_hv.to(tl.int64)
             o_kept = i_layer * kept_layer + i_place * kept_slot + o_hv * kept_head
             o_last = o_kept + (num_kept - 1).to(tl.int64) * kept_row
             before_high = tl.load(kept_high + o_last, mask=m_hv & (num_kept > 0), other=0.0).to(tl.float32)
@@ -148,12 +149,12 @@ def append_layers(history: StackedHistory, places: Tensor, record: StackedRecord
     """See `layers.append_layers`."""
     _check(history, record)
     layers, num_places = history.u.shape[:2]
-    size = _sizes(history, path.rows.shape[1])
-    if 0 in (path.rows.shape[1], record.u.shape[1]):
+    if 0 in (layers, num_places, path.rows.shape[1], record.u.shape[1]):
         return
+    size = _sizes(history, path.rows.shape[1])
     launch(
         append_layers_kernel,
-        (_num_pieces(size) * len(places), layers),
+        (_num_pieces(history) * len(places), layers),
         Moved(history.u, record.u, *history.u.stride()[:4], *record.u.stride()[:3]),
         Moved(history.k, record.k, *history.k.stride()[:4], *record.k.stride()[:3]),
         history.decay_high,
@@ -202,13 +203,13 @@ def _zeros(facts: Facts, *leading: int) -> Record:
 
 def _sizes(history: StackedHistory, path_width: int) -> Sizes:
     (value_heads, value_dim), (heads, key_dim) = history.u.shape[3:], history.k.shape[3:]
-    rows = min(MOST_ROWS, triton.next_power_of_2(max(path_width, 1)))
+    rows = min(MOST_ROWS, triton.next_power_of_2(path_width))
     return Sizes(*map(tl.constexpr, (heads, value_heads, key_dim, value_dim, ELEMENTS, rows)))
 
 
-def _num_pieces(size: Sizes) -> int:
-    pieces = triton.cdiv(size.HV.value * size.V.value, ELEMENTS) + triton.cdiv(size.H.value * size.K.value, ELEMENTS)
-    return pieces + 1
+def _num_pieces(history: StackedHistory) -> int:
+    """Return the programs of one layer and path: those of u, those of k, and one for the decays."""
+    return 1 + sum(-(-part[0, 0, 0].numel() // ELEMENTS) for part in history[:2])
 
 
 def _check(history: StackedHistory, record: StackedRecord) -> None:

@@ -69,7 +69,7 @@ class StackedHistory(NamedTuple):
 
     def layer(self, i: int) -> History:
         """Return a view of one layer's."""
-        return History(*(part[i] for part in self[:4]), self.lengths)
+        return History(self.u[i], self.k[i], self.decay_high[i], self.decay_low[i], self.lengths)
 
 
 class Snapshots(NamedTuple):
