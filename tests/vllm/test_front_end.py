@@ -22,7 +22,7 @@ def drafting(**options: Any) -> dict[str, Any]:
 
 # The arguments of a configuration that the plugin refuses, and a part of its message.
 REFUSED = {
-    "prefix caching": (drafting(**ON), "Pass --no-enable-prefix-caching."),
+    "all states of prefixes": (drafting(**ON) | {"mamba_cache_mode": "all"}, "Pass --mamba-cache-mode align"),
     "first runner": (
         drafting(**ON) | OFF | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
         "VLLM_USE_V2_MODEL_RUNNER=1",
@@ -47,6 +47,7 @@ REFUSED = {
 }
 ACCEPTED = {
     "in the speculative config": drafting(**ON) | OFF,
+    "prefix caching": drafting(**ON),
     "dashes": drafting(**{"mamba-state-commit": "reconstruct"}) | OFF,
     "in the additional config": drafting() | OFF | {"additional_config": {"treewy": ON}},
     "not asked for": drafting(),
@@ -100,7 +101,6 @@ def test_facts(answers: dict[str, Any]) -> None:
         "model_type": "qwen3_5_text",
         "num_linear_layers": 3,
         "is_v2": True,
-        "prefix_caching": False,
         "cache_mode": "none",
         "state_dtype": "float32",
         "kv_dtype": "auto",
@@ -113,9 +113,9 @@ def test_facts(answers: dict[str, Any]) -> None:
         "dynamic_drafts": None,
         "acceptance": "standard",
         "draft_sampling": "greedy",
+        "full_graphs": False,
     }
     assert Path(answers["cases"]["store_all"]["facts"]["model"]).name.startswith("model")
-    assert answers["cases"]["not asked for"]["facts"]["prefix_caching"]
     assert answers["cases"]["not asked for"]["facts"]["cache_mode"] == "align"
     assert answers["cases"]["no drafting"]["facts"]["drafts"] is None
 

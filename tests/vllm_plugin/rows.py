@@ -52,7 +52,9 @@ class Engine:
         self.step.forget(request)
         self.checker.forget(request)
 
-    def run(self, requests: list[int], slots: list[int], rows: list[int], sampled: list[int], *, padding: int = 0) -> None:
+    def run(
+        self, requests: list[int], slots: list[int], rows: list[int], sampled: list[int], *, padding: int = 0
+    ) -> None:
         """Run a step: verify chains, then accept of each the root and `sampled` - 1 drafts."""
         drafted = Drafted(np.arange(len(requests)), np.array(requests, np.int32), np.array(rows, np.int32))
         total = sum(rows)

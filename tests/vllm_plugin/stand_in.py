@@ -36,6 +36,7 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
             draft_sample_method="greedy",
         ),
         "transfer": SimpleNamespace(kv_connector=None),
+        "compilation": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False)),
     }
     if version != "0.26":
         for part, fields in NEW_FIELDS.items():
@@ -46,6 +47,7 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
         parallel_config=parts["parallel"],
         speculative_config=parts["speculative"],
         kv_transfer_config=parts["transfer"],
+        compilation_config=parts["compilation"],
         lora_config=None,
         use_v2_model_runner=True,
         additional_config={},

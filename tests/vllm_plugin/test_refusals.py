@@ -1,6 +1,7 @@
 """Every combination that cannot run is refused with a message of three parts, on configurations of both versions."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +19,7 @@ TREE_DRAFTS = {"speculative__num_speculative_tokens": 6}
 # What is given, and what must hold, what was given and what to do, as the message says it.
 REFUSED = [
     ({"use_v2_model_runner": False}, "needs vLLM's Model Runner V2", "runs on V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
-    (
-        {"cache__enable_prefix_caching": True, "cache__mamba_cache_mode": "align"},
-        "prefix caching",
-        "'align'",
-        "Pass --no-enable",
-    ),
-    ({"cache__enable_prefix_caching": True}, "prefix caching", "it is on", "Pass --no-enable-prefix-caching"),
-    ({"cache__mamba_cache_mode": "all"}, "prefix caching", "'all'", "Pass --no-enable-prefix-caching"),
+    ({"cache__mamba_cache_mode": "all"}, "none and align", "'all'", "Pass --mamba-cache-mode align"),
     ({"cache__use_replayssm": True}, "Only one commit policy", "use_replayssm", "Drop one"),
     ({"cache__use_kda_recoverssm": True}, "Only one commit policy", "use_kda_recoverssm", "Drop one"),
     ({"cache__mamba_ssm_cache_dtype": "float16"}, "float32 or bfloat16", "float16", "--mamba-ssm-cache-dtype float32"),
@@ -171,3 +165,12 @@ def test_lifting_the_last_refusal_lets_trees_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(refusals, "_check_trees_are_here", lambda: None)
     refuse(config(**TREE_DRAFTS), TREE)
     refuse(config(**TREE_DRAFTS), Options("ring", (2, 2), ring_capacity=3))
+
+
+def test_checks_need_eager_steps():
+    """A captured graph cannot look at states from the host."""
+    graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True))
+    refuse(config(compilation_config=graphs), CHAIN)
+    refuse(config(), Options("reconstruct", check_every=1))
+    with pytest.raises(UnsupportedError, match=r"check_every looks at states.*it is 2.*Pass --enforce-eager"):
+        refuse(config(compilation_config=graphs), Options("reconstruct", check_every=2))

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from vllm_plugin.rows import LAYERS, Engine, sizes
 
 from treewy.vllm_plugin.check import materialised
 from treewy.vllm_plugin.flush import flush_state
 from treewy.vllm_plugin.memory import Memory
 from treewy.vllm_plugin.step import Drafted, Step
+from vllm_plugin.rows import LAYERS, Engine, sizes
 
 RECONSTRUCT, RING = 4, 16
 
@@ -70,7 +70,10 @@ def test_nobody_keeps_rows_of_a_dummy_batch():
     assert tables.fold.tolist() == [0, 0]
     engine.run([0], [2], [4], [1])
     assert engine.checker.largest < 1e-6
-    assert all(torch.equal(now, then) is False for now, then in zip((engine.memory.lengths, engine.states), before, strict=True))
+    assert all(
+        torch.equal(now, then) is False
+        for now, then in zip((engine.memory.lengths, engine.states), before, strict=True)
+    )
 
 
 def test_only_the_drafted_part_of_a_batch_is_kept():
@@ -110,7 +113,9 @@ def test_flush_brings_pages_up_to_date(kept_rows):
 
     for layer in range(LAYERS):
         state, kept = engine.states[layer], engine.memory.kept.layer(layer)
-        want = [materialised(state[slot].double(), kept, int(place)) for slot, place in zip(slots, requests, strict=True)]
+        want = [
+            materialised(state[slot].double(), kept, int(place)) for slot, place in zip(slots, requests, strict=True)
+        ]
         others = state[[0, 1, 2, 3, 4, 6, 8]].clone()
         flush_state(state, slots, kept, requests, Layer, "eager")
         assert torch.allclose(state[slots.long()].double(), torch.stack(want), atol=1e-6)

@@ -89,7 +89,9 @@ class Checker:
                 if compares:
                     self._compare(walked, materialised(now, kept, request))
                 now = walked
-            self._seen[layer, request] = Seen(now, k[rows], x.v[rows].double(), g[rows].double().exp(), beta[rows].double())
+            self._seen[layer, request] = Seen(
+                now, k[rows], x.v[rows].double(), g[rows].double().exp(), beta[rows].double()
+            )
 
     def _compare(self, walked: Tensor, rebuilt: Tensor) -> None:
         self.num_checks += 1

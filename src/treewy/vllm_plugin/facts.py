@@ -24,7 +24,6 @@ class Facts(NamedTuple):
         model_type: Type of its text model.
         num_linear_layers: Its layers that are not softmax attention.
         is_v2: Whether the second model runner runs it.
-        prefix_caching: Whether prefixes are cached.
         cache_mode: How recurrent states are kept for prefixes: "none", "align" or "all".
         state_dtype: Of recurrent states.
         kv_dtype: Of keys and values, as asked for.
@@ -37,6 +36,7 @@ class Facts(NamedTuple):
         dynamic_drafts: What makes the number of drafts vary; None if nothing does.
         acceptance: How drafts are accepted: "standard", "synthetic" or "block".
         draft_sampling: How drafts are chosen: "greedy" or "probabilistic".
+        full_graphs: Whether whole steps run as captured graphs.
     """
 
     platform: str
@@ -45,7 +45,6 @@ class Facts(NamedTuple):
     model_type: str
     num_linear_layers: int
     is_v2: bool
-    prefix_caching: bool
     cache_mode: str
     state_dtype: str
     kv_dtype: str
@@ -58,6 +57,7 @@ class Facts(NamedTuple):
     dynamic_drafts: str | None
     acceptance: str
     draft_sampling: str
+    full_graphs: bool
 
 
 def read(vllm_config: Any) -> Facts:
@@ -71,7 +71,6 @@ def read(vllm_config: Any) -> Facts:
         model_type=str(getattr(text, "model_type", None)),
         num_linear_layers=sum(kind == LINEAR for kind in getattr(text, "layer_types", None) or ()),
         is_v2=vllm_config.use_v2_model_runner,
-        prefix_caching=bool(cache.enable_prefix_caching),
         cache_mode=cache.mamba_cache_mode,
         state_dtype=_state_dtype(model, cache),
         kv_dtype=str(cache.cache_dtype),
@@ -85,6 +84,7 @@ def read(vllm_config: Any) -> Facts:
         dynamic_drafts=None if speculative is None else _dynamic_drafts(speculative),
         acceptance="standard" if speculative is None else speculative.rejection_sample_method,
         draft_sampling="greedy" if speculative is None else speculative.draft_sample_method,
+        full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
     )
 
 

@@ -44,7 +44,9 @@ def flush_state(
     gdn.commit_verify(x, state, slots, trees.empty(len(slots), 0, 1, device), prior=prior, out=out, backend=backend)
 
 
-def flush_window(window: Float[Tensor, "S C X"], slots: Int[Tensor, "B"], num_accepted: Int[Tensor, "B"], width: int) -> None:
+def flush_window(
+    window: Float[Tensor, "S C X"], slots: Int[Tensor, "B"], num_accepted: Int[Tensor, "B"], width: int
+) -> None:
     """Move the newest accepted inputs of rolling windows to their front, where a request that drafted nothing has them.
 
     Args:

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import torch
 
 from treewy.ops import gdn
-from treewy.shapes import Float, Tensor
+from treewy.shapes import Tensor
 from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
-from treewy.vllm_plugin.options import Options, parse
+from treewy.vllm_plugin.options import Options, options_of
+from treewy.vllm_plugin.refusals import refuse
 from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.step import Step, Tables
 
@@ -53,9 +54,10 @@ def layer_class(vllm: ModuleType) -> type:
 
         def __init__(self, config: Any, vllm_config: Any, prefix: str = "", **options: Any) -> None:
             super().__init__(config, vllm_config, prefix, **options)
-            wanted = parse(vllm_config.additional_config)
+            wanted = options_of(vllm_config)
             if not wanted.active:
                 return
+            refuse(vllm_config, wanted)  # already refused where the configuration was made, unless by somebody else
             others = layers_of(vllm_config)
             self.treewy_number = len(others)
             self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
@@ -64,7 +66,7 @@ def layer_class(vllm: ModuleType) -> type:
             if self.dt_bias.is_cuda:
                 # Our kernel reads it in float32. The parameter itself is: weights may be loaded again at any time, and a
                 # converted copy would not know. vLLM's own kernels convert as they load.
-                loader = self.dt_bias.weight_loader
+                loader = vars(self.dt_bias)["weight_loader"]
                 self.dt_bias = torch.nn.Parameter(self.dt_bias.data.float())
                 vllm.set_weight_attrs(self.dt_bias, {"weight_loader": loader})
 
@@ -77,13 +79,14 @@ def layer_class(vllm: ModuleType) -> type:
 
         def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             context = vllm.get_forward_context()
-            metadata = None if context.attn_metadata is None else context.attn_metadata[self.prefix]
+            of_layers: dict[str, Any] = context.attn_metadata or {}
+            metadata = of_layers.get(self.prefix)
             if self.treewy is None or metadata is None or metadata.spec_sequence_masks is None:
                 self._undrafted(mixed_qkv, b, a, core_attn_out)
             elif metadata.rest is None:
                 self._drafted(metadata, mixed_qkv, b, a, core_attn_out)
             else:
-                self._mixed(context.attn_metadata, mixed_qkv, b, a, core_attn_out)
+                self._mixed(of_layers, mixed_qkv, b, a, core_attn_out)
 
         def _undrafted(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             if mixed_qkv.is_cuda or self.treewy is None:
@@ -94,14 +97,14 @@ def layer_class(vllm: ModuleType) -> type:
         def _mixed(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             metadata = all_metadata[self.prefix]
             for rows, run in ((metadata.spec_token_indx, True), (metadata.non_spec_token_indx, False)):
-                own = [part.index_select(0, rows) for part in (mixed_qkv, b, a)]
+                x, own_b, own_a = (part.index_select(0, rows) for part in (mixed_qkv, b, a))
                 out = torch.zeros_like(core_attn_out[: len(rows)])
                 if run:
-                    self._drafted(metadata, *own, out)
+                    self._drafted(metadata, x, own_b, own_a, out)
                 else:
                     all_metadata[self.prefix] = metadata.rest
                     try:
-                        self._undrafted(*own, out)
+                        self._undrafted(x, own_b, own_a, out)
                     finally:
                         all_metadata[self.prefix] = metadata
                 core_attn_out.index_copy_(0, rows.long(), out)
@@ -115,13 +118,24 @@ def layer_class(vllm: ModuleType) -> type:
             q, k, v = conv_out.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
             heads = self.num_k_heads // self.tp_size
             x = gdn.Projections(
-                q.view(rows, heads, -1), k.view(rows, heads, -1), v.view(rows, -1, self.head_v_dim), a[:rows], b[:rows], self.A_log, self.dt_bias
+                q.view(rows, heads, -1),
+                k.view(rows, heads, -1),
+                v.view(rows, -1, self.head_v_dim),
+                a[:rows],
+                b[:rows],
+                self.A_log,
+                self.dt_bias,
             )
             out = gdn.Verified(core_attn_out[:rows], shared.memory.step_of(self.treewy_number, rows))
             prior = _prior(shared.memory, self.treewy_number, tables)
             if shared.checker is not None:
                 shared.checker.observe(
-                    self.treewy_number, x, vllm.state_of(self), slots, memory.kept.layer(self.treewy_number), tables.places,
+                    self.treewy_number,
+                    x,
+                    vllm.state_of(self),
+                    slots,
+                    memory.kept.layer(self.treewy_number),
+                    tables.places,
                     tables.tree.cu_rows,
                 )
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
@@ -143,7 +157,7 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
         num_layers=_num_layers(vllm_config),
         num_requests=requests,
         step_rows=rows,
-        kept_rows=rows if options.commit == "reconstruct" else options.ring_capacity,
+        kept_rows=options.kept_rows(rows),
         max_path=rows,
         num_step_rows=max(requests * rows, largest_graph),
         num_heads=layer.num_k_heads // layer.tp_size,
@@ -154,9 +168,9 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
         k_dtype=vllm_config.model_config.dtype,
     )
     device = layer.A_log.device
-    memory = Memory(sizes, device)
-    backend = _backend(sizes, device)
-    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend, Checker(options.check_every) if options.check_every else None)
+    memory, backend = Memory(sizes, device), _backend(sizes, device)
+    checker = Checker(options.check_every) if options.check_every else None
+    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend, checker)
 
 
 def _num_layers(vllm_config: Any) -> int:
@@ -167,5 +181,10 @@ def _backend(sizes: Sizes, device: torch.device) -> str:
     """Return the fastest backend of the rule for these heads."""
     if device.type != "cuda":
         return "eager"
-    fits_cuda = sizes.key_dim == sizes.value_dim == 128 and sizes.k_dtype == torch.bfloat16 and sizes.step_rows <= 64
+    fits_cuda = (
+        sizes.key_dim == sizes.value_dim == 128
+        and sizes.k_dtype == torch.bfloat16
+        and sizes.step_rows <= 64
+        and sizes.kept_rows <= 80
+    )
     return "cuda" if fits_cuda else "triton"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from treewy.ops.gdn import History, Record, StackedHistory, StackedRecord
+from treewy.ops.gdn import Record, StackedHistory, StackedRecord
 from treewy.shapes import Int, Tensor
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewy.ops import gdn
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.flush import flush_state
 from treewy.vllm_plugin.step import Drafted
@@ -71,7 +70,7 @@ class Boundaries:
         self._drafted: Int[np.ndarray, "B"] = np.zeros(0, np.int32)
         self._tables: list[Tensor] = []
 
-    def begin(self, drafted: Drafted, num_computed: Int[np.ndarray, "batch"], tables: list[Tensor]) -> None:
+    def begin(self, drafted: Drafted, num_computed: Int[np.ndarray, "X"], tables: list[Tensor]) -> None:
         """Note which requests of a step may cross a boundary.
 
         Args:
@@ -92,7 +91,7 @@ class Boundaries:
         num_accepted: Int[Tensor, "R"],
         state_idx: Int[Tensor, "R"],
         num_computed: Int[Tensor, "R"],
-        idx_mapping: Int[Tensor, "batch"],
+        idx_mapping: Int[Tensor, "X"],
     ) -> None:
         """Rebuild the state at each boundary that a path crossed, in the page of the block that ends there.
 
@@ -118,7 +117,7 @@ class Boundaries:
         own = torch.where(crossed, lengths - (num_computed - aligned), lengths).to(lengths.dtype)
         for layer, table in zip(self.layers, self._tables, strict=True):
             pages = table[: len(at)].gather(1, block[at].long()[:, None])[:, 0]
-            kept = gdn.History(*layer.treewy.memory.kept.layer(layer.treewy_number)[:4], own)
+            kept = layer.treewy.memory.kept.layer(layer.treewy_number)._replace(lengths=own)
             slots = torch.where(places >= 0, pages, -1).to(torch.int32)
             flush_state(self.vllm.state_of(layer), slots, kept, places, layer, self.shared.backend)
         # A request whose own page is that of the boundary ends there: nothing of it is outside the page any more.

@@ -5,10 +5,12 @@ from typing import Any
 from treewy.errors import RequestError, UnsupportedError
 from treewy.planner.model import SUPPORTED as MODEL_TYPES
 from treewy.vllm_plugin.facts import Facts, read
-from treewy.vllm_plugin.options import COMMIT, MAX_ROWS, RING_CAPACITY, WIDTHS, Options
+from treewy.vllm_plugin.options import CHECK_EVERY, COMMIT, MAX_ROWS, RING_CAPACITY, WIDTHS, Options
 
 STATE_DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("cuda", "cpu")
+# How recurrent states are kept for prefixes: not at all, or one at the end of each block.
+CACHE_MODES = ("none", "align")
 # Key and value caches that tree attention reads: the model's own dtype.
 TREE_KV_DTYPES = ("auto", "bfloat16", "float16")
 
@@ -96,10 +98,15 @@ def _check_runner(facts: Facts, options: Options) -> None:
 
 
 def _check_states(facts: Facts, options: Options) -> None:
-    if facts.prefix_caching or facts.cache_mode != "none":
+    if facts.cache_mode not in CACHE_MODES:
         raise UnsupportedError(
-            f"{COMMIT} {options.commit!r} does not work with prefix caching yet; it is on (mamba_cache_mode "
-            f"{facts.cache_mode!r}). Pass --no-enable-prefix-caching."
+            f"{COMMIT} {options.commit!r} works with mamba_cache_mode {' and '.join(CACHE_MODES)}; it is {facts.cache_mode!r}. "
+            "Pass --mamba-cache-mode align, or --no-enable-prefix-caching."
+        )
+    if options.check_every and facts.full_graphs:
+        raise UnsupportedError(
+            f"{CHECK_EVERY} looks at states from the host, which no captured graph can; it is {options.check_every} and steps "
+            "are captured whole. Pass --enforce-eager, or leave it out."
         )
     if facts.other_policies:
         raise UnsupportedError(

@@ -41,9 +41,11 @@ def model_state_class(vllm: ModuleType) -> type:
         ) -> None:
             if self.treewy is not None:
                 groups = kv_cache_config.kv_cache_groups
-                of_layer = {name: table for group, table in zip(groups, block_tables, strict=True) for name in group.layer_names}
+                of_layer = {
+                    name: table for group, table in zip(groups, block_tables, strict=True) for name in group.layer_names
+                }
                 self._tables = [of_layer[layer.prefix] for layer in self.treewy_layers]
-                self._flush_undrafted(input_batch)
+                self._flush_undrafted(self.treewy, input_batch)
                 self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
             super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
@@ -77,12 +79,13 @@ def model_state_class(vllm: ModuleType) -> type:
             """Let boundaries have the last word where pages are copied; vLLM makes its copies at a time of its own."""
             copies = getattr(self, "_mamba_ctx", None)
             if self.boundaries is not None and copies is not None and not isinstance(copies, SplitCopies):
-                self._mamba_ctx = SplitCopies(copies, *vllm.split_copies(copies), self.boundaries)
+                windows, states = vllm.split_copies(copies)
+                self._mamba_ctx = SplitCopies(copies, windows, states, self.boundaries)
 
-        def _flush_undrafted(self, batch: Any) -> None:
+        def _flush_undrafted(self, shared: Any, batch: Any) -> None:
             """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
             others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
-            others = others[self.treewy.step.keeps[batch.idx_mapping_np[others]]]
+            others = others[shared.step.keeps[batch.idx_mapping_np[others]]]
             if not len(others):
                 return
             rows = torch.as_tensor(others, device=batch.idx_mapping.device)
@@ -92,7 +95,7 @@ def model_state_class(vllm: ModuleType) -> type:
             flush(vllm, self.treewy_layers, pages, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
             self.num_accepted_tokens_gpu[requests] = 1
             for request in batch.idx_mapping_np[others]:
-                self.treewy.forget(int(request))
+                shared.forget(int(request))
 
     return ModelState
 

@@ -94,7 +94,7 @@ class Step:
         gdn.choose_folds(self.memory.lengths, places, largest, capacity, out=fold, backend=self.backend)
         self.tables = Tables(places, fold, self._tree(drafted.sizes, num_seqs, num_rows))
 
-    def finish(self, num_sampled: Int[Tensor, "batch"]) -> None:
+    def finish(self, num_sampled: Int[Tensor, "X"]) -> None:
         """Keep the rows that were accepted: the root of each tree and its accepted drafts.
 
         Args:
@@ -123,8 +123,14 @@ class Step:
             self.keeps[request] = False
 
     def _tree(self, sizes: Int[np.ndarray, "B"], num_seqs: int, num_rows: int) -> TreeTables:
-        parents, cu_rows, *tables, max_rows = self._buffers
-        rows = TreeTables(parents[:num_rows], cu_rows[: num_seqs + 1], *(part[:num_rows] for part in tables), max_rows)
+        buffers, max_rows = self._buffers, self._buffers.max_rows
+        rows = buffers._replace(
+            parents=buffers.parents[:num_rows],
+            cu_rows=buffers.cu_rows[: num_seqs + 1],
+            seq_of_row=buffers.seq_of_row[:num_rows],
+            depth=buffers.depth[:num_rows],
+            ancestors=buffers.ancestors[:num_rows],
+        )
         if (sizes == max_rows).all():
             if not self._holds_full_chains:
                 self._fill_with_full_chains()

@@ -6,7 +6,6 @@ from typing import Any
 from treewy.shapes import Float, Tensor
 from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
 
-
 # What vLLM's copies between pages know of each window and state.
 COLUMNS = (
     *("state_base_addrs", "state_block_strides", "state_elem_sizes", "state_inner_sizes", "state_conv_widths"),
@@ -66,7 +65,9 @@ def chain_conv(
     weight = layer.conv1d.weight.flatten(1) if weight is None else weight
     count = metadata.num_spec_decodes
     cu_rows = metadata.spec_query_start_loc[: count + 1]
-    return eager_chain_conv(x, window, weight, layer.conv1d.bias, slots[:count], metadata.num_accepted_tokens[:count], cu_rows)
+    return eager_chain_conv(
+        x, window, weight, layer.conv1d.bias, slots[:count], metadata.num_accepted_tokens[:count], cu_rows
+    )
 
 
 def split_copies(copies: Any) -> tuple[Any, Any]:
