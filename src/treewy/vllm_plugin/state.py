@@ -1,14 +1,19 @@
 """The engine's hooks around a step: tables before the forward, kept rows after sampling."""
 
+import logging
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from treewy.vllm_plugin.accounting import Rows, account, log_lines, read_layout
 from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted
+
+# Below vLLM's own logger, whose handlers and format it takes.
+logger = logging.getLogger("vllm.treewy")
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -25,7 +30,7 @@ def model_state_class(vllm: ModuleType) -> type:
             super().__init__(vllm_config, *args, **kwargs)
             self.treewy_layers = layers_of(vllm_config)
             self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
-            self._runs_requests = False
+            self._runs_requests = self._announced = False
             self._tables: list[torch.Tensor] = []
             self.boundaries = None
             if self.treewy is not None and self._align_mode:
@@ -51,6 +56,7 @@ def model_state_class(vllm: ModuleType) -> type:
 
         def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if self.treewy is not None:
+                self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
                 drafted = _drafted(vllm, input_batch) if self._runs_requests else _nobody(input_batch)
                 self._runs_requests = False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
@@ -65,6 +71,18 @@ def model_state_class(vllm: ModuleType) -> type:
             if self.treewy is not None:
                 self.treewy.finish(num_sampled)
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
+
+        def _announce(self, kv_cache_config: Any) -> None:
+            """Say once what fits: at the first step, which at start-up is a dummy's, blocks are there in every version."""
+            shared, blocks = self.treewy, read_layout(kv_cache_config)
+            if shared is None or self._announced or blocks is None:
+                return
+            self._announced, sizes = True, shared.memory.sizes
+            rows = Rows(sizes.num_layers, sizes.row_bytes, sizes.num_requests, sizes.kept_rows, sizes.num_step_rows)
+            available = kv_cache_config.num_blocks * blocks.block_bytes
+            bounds = {"drafts": sizes.step_rows - 1, "max_model_len": self.max_model_len, "available": available}
+            for line in log_lines(account(blocks, rows, shared.options, **bounds)):
+                logger.info(line)
 
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             super().initialize_kv_cache(*args, **kwargs)
