@@ -1,6 +1,6 @@
 """Device functions over the prior rows of one sequence: its history, then the path that the last step accepted.
 
-`at` is where a program works: (sequence, slot, key head, value head, place of the history, whether there is one there).
+`at` is where a program works: (sequence, slot, key head, value head, place of the history or -1).
 `count` is (rows of the history, rows of the path). `past` is (history, record, path): history and record may be None, and
 there is a path where there is a record. `path` is (rows, lengths, places of a sequence in rows, rows of the record).
 """
@@ -31,7 +31,7 @@ def record_row(row, path):
 def newest_decays(past, at, count, size):
     """Return the log decays (high, low) from the checkpoint to the history's end, and from there to the path's end."""
     history, record, path = past
-    i_b, i_place, i_hv = at[0], at[4], at[3]
+    i_b, i_place, i_hv = at[0], at[4].to(tl.int64), at[3]
     num_kept, num_accepted = count
     zero = tl.full([], 0.0, tl.float32)
     past_high, past_low, path_high, path_low = zero, zero, zero, zero
@@ -69,7 +69,7 @@ def weights(past, tile, newest, at, size):
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
     past_high, past_low, path_high, path_low = newest
-    i_place, i_hv = at[4], at[3]
+    i_place, i_hv = at[4].to(tl.int64), at[3]
     difference = tl.zeros([BH], dtype=tl.float32)
     if history is not None:
         o_past = o_j * size.HV + i_hv
@@ -89,7 +89,7 @@ def pseudo_values(past, tile, at, o_v, size):
     """Return u [BH, BV] of a tile of prior rows in float32, zero where there is none."""
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
-    i_place, i_hv = at[4], at[3]
+    i_place, i_hv = at[4].to(tl.int64), at[3]
     b_u = tl.zeros([BH, size.BV], dtype=tl.float32)
     m_v = (o_v < size.V)[None, :]
     if history is not None:
@@ -107,7 +107,7 @@ def keys(past, tile, at, i_k, size):
     """Return the block [BH, BK] of k of a tile of prior rows, zero where there is none."""
     history, record = past[0], past[1]
     o_j, m_past, rows, m_path = tile
-    i_place, i_h = at[4], at[2]
+    i_place, i_h = at[4].to(tl.int64), at[2]
     o_k = (tl.arange(0, size.BK) + i_k * size.BK)[None, :]
     if history is not None:
         p_k = history.k + i_place * history.k_slot + o_j[:, None] * history.k_row + i_h * history.k_head + o_k
@@ -130,7 +130,7 @@ def append(past, newest, at, count, o_v, leads, size):
     its value head.
     """
     history, record = past[0], past[1]
-    i_place, i_h, i_hv = at[4], at[2], at[3]
+    i_place, i_h, i_hv = at[4].to(tl.int64), at[2], at[3]
     num_kept, num_accepted = count
     m_v = (o_v < size.V)[None, :]
     first = num_kept

@@ -77,9 +77,9 @@ def gdn_step(
     o_v = tl.arange(0, size.BV) + i_v * size.BV
     i_slot = tl.load(slots + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
     live = (i_slot >= 0) & (i_slot < num_slots)
-    i_place = tl.load(places + i_b, mask=i_b < num_seqs, other=-1).to(tl.int64)
-    has_place = (i_place >= 0) & (i_place < num_places)
-    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv, i_place, has_place
+    i_place = tl.load(places + i_b, mask=i_b < num_seqs, other=-1)
+    i_place = tl.where((i_place >= 0) & (i_place < num_places), i_place, -1).to(tl.int32)
+    at = i_b, i_slot, i_hv // (size.HV // size.H), i_hv, i_place
     past = history, pending, (path_rows, path_lengths, path_width, num_record_rows)
     if x is None:
         if live:
@@ -117,7 +117,7 @@ def counts(past, held, capacity, at):
     num_kept, num_accepted = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if past[0] is not None:
         p_kept = past[0].lengths + at[4] if held is None else held + at[0]
-        num_kept = tl.maximum(0, tl.minimum(tl.load(p_kept, mask=at[5], other=0), capacity)).to(tl.int32)
+        num_kept = tl.maximum(0, tl.minimum(tl.load(p_kept, mask=at[4] >= 0, other=0), capacity)).to(tl.int32)
     if past[1] is not None:
         num_accepted = tl.maximum(0, tl.minimum(tl.load(past[2][1] + at[0]), past[2][2])).to(tl.int32)
     return num_kept, num_accepted
@@ -129,7 +129,7 @@ def whether_folds(fold, count, at, size):
     """Return whether this sequence has prior rows that go into the state; they all do where it has no history."""
     folds = count[0] + count[1] > 0
     if size.fold == BY_TABLE:
-        folds = folds & ((tl.load(fold + at[0]) != 0) | (at[5] == 0))
+        folds = folds & ((tl.load(fold + at[0]) != 0) | (at[4] < 0))
     if size.fold == NEVER:
         folds = folds & (count[0] < 0)
     return folds
