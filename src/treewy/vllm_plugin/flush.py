@@ -80,6 +80,6 @@ def flush(
     """
     for layer, pages in zip(layers, slots, strict=True):
         shared = layer.treewy
-        kept = shared.memory.kept.layer(layer.treewy_number)
+        kept = shared.memory.kept_of(layer.treewy_number)
         flush_state(vllm.state_of(layer), pages, kept, requests, layer, shared.backend)
         flush_window(vllm.window_of(layer), pages, num_accepted, layer.conv_kernel_size)

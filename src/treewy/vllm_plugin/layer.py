@@ -61,7 +61,7 @@ def layer_class(vllm: ModuleType) -> type:
             others = layers_of(vllm_config)
             self.treewy_number = len(others)
             self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
-            self.enable_fused_gdn_spec_decode = False
+            self.enable_fused_gdn_spec_decode = self._checked = False
             self._forward_method = self.forward_cuda
             if self.dt_bias.is_cuda:
                 # Our kernel reads it in float32. The parameter itself is: weights may be loaded again at any time, and a
@@ -134,18 +134,21 @@ def layer_class(vllm: ModuleType) -> type:
                     x,
                     vllm.state_of(self),
                     slots,
-                    memory.kept.layer(self.treewy_number),
+                    memory.kept_of(self.treewy_number),
                     tables.places,
                     tables.tree.cu_rows,
                 )
-            gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, prior=prior, out=out, backend=shared.backend)
+            # Shapes and buffers are the same ever after, but for the number of rows.
+            given = {"prior": prior, "out": out, "backend": shared.backend, "checked": self._checked}
+            gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, **given)
+            self._checked = True
 
     GatedDeltaNet.__name__ = vllm.QwenGatedDeltaNetAttention.__name__
     return GatedDeltaNet
 
 
 def _prior(memory: Memory, layer: int, tables: Tables) -> gdn.Prior:
-    return gdn.Prior(memory.kept.layer(layer), None, None, tables.fold, places=tables.places)
+    return gdn.Prior(memory.kept_of(layer), None, None, tables.fold, places=tables.places)
 
 
 def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:

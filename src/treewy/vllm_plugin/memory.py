@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from treewy.ops.gdn import Record, StackedHistory, StackedRecord
+from treewy.ops.gdn import History, Record, StackedHistory, StackedRecord
 from treewy.shapes import Int, Tensor
 
 
@@ -77,10 +77,15 @@ class Memory:
         kept = rows(sizes.num_requests, sizes.kept_rows)
         self.lengths: Int[Tensor, "R"] = torch.zeros(sizes.num_requests, dtype=torch.int32, device=device)
         self.kept = StackedHistory(*kept, self.lengths)
+        self._kept_of = [self.kept.layer(layer) for layer in range(sizes.num_layers)]  # views cost time to make
 
     def step_of(self, layer: int, num_rows: int) -> Record:
         """Return where a layer writes the record of the step's first `num_rows` rows."""
         return Record(*(part[layer, :num_rows] for part in self.step))
+
+    def kept_of(self, layer: int) -> History:
+        """Return a layer's histories."""
+        return self._kept_of[layer]
 
     @property
     def num_bytes(self) -> int:

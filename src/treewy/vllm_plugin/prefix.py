@@ -117,7 +117,7 @@ class Boundaries:
         own = torch.where(crossed, lengths - (num_computed - aligned), lengths).to(lengths.dtype)
         for layer, table in zip(self.layers, self._tables, strict=True):
             pages = table[: len(at)].gather(1, block[at].long()[:, None])[:, 0]
-            kept = layer.treewy.memory.kept.layer(layer.treewy_number)._replace(lengths=own)
+            kept = layer.treewy.memory.kept_of(layer.treewy_number)._replace(lengths=own)
             slots = torch.where(places >= 0, pages, -1).to(torch.int32)
             flush_state(self.vllm.state_of(layer), slots, kept, places, layer, self.shared.backend)
         # A request whose own page is that of the boundary ends there: nothing of it is outside the page any more.

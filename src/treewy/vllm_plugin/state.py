@@ -32,9 +32,7 @@ def model_state_class(vllm: ModuleType) -> type:
             self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
             self._runs_requests = self._announced = False
             self._tables: list[torch.Tensor] = []
-            self.boundaries = None
-            if self.treewy is not None and self._align_mode:
-                self.boundaries = Boundaries(vllm, self.treewy_layers, self.cache_config.mamba_block_size)
+            self.boundaries: Boundaries | None = None
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
@@ -96,7 +94,8 @@ def model_state_class(vllm: ModuleType) -> type:
         def _split_copies(self) -> None:
             """Let boundaries have the last word where pages are copied; vLLM makes its copies at a time of its own."""
             copies = getattr(self, "_mamba_ctx", None)
-            if self.boundaries is not None and copies is not None and not isinstance(copies, SplitCopies):
+            if self.treewy is not None and copies is not None and not isinstance(copies, SplitCopies):
+                self.boundaries = Boundaries(vllm, self.treewy_layers, copies.block_size)
                 windows, states = vllm.split_copies(copies)
                 self._mamba_ctx = SplitCopies(copies, windows, states, self.boundaries)
 

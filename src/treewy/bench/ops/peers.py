@@ -192,7 +192,9 @@ def _import(module: str, name: str) -> Any:
     try:
         # What they log goes to the stdout of their import: results are there.
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs to heed: a caller that turns warnings into errors times them as well
+            warnings.simplefilter(
+                "ignore"
+            )  # theirs to heed: a caller that turns warnings into errors times them as well
             return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:  # OSError: a library it loads is not there
         raise BackendError(
