@@ -23,7 +23,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # compiling a few of vLLM's small functions takes longer than all else
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines at a time would share the first core
 }
 ARGUMENTS = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 4, "enforce_eager": True, "seed": 0}
 
@@ -140,7 +142,11 @@ class Report(NamedTuple):
 
 
 class EngineError(Exception):
-    """The process failed; the message is its log."""
+    """The process failed; the message is the end of its log, and `log` all of it."""
+
+    def __init__(self, reason: str, log: str) -> None:
+        self.log = log
+        super().__init__("\n".join([*log.splitlines()[-40:], reason]))
 
 
 def mtp(drafts: int, *, accepted: list[float] | None = None, **options: object) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def execute(run: Run, *, timeout: float = 300) -> Report:
         timeout: Seconds after which the process is killed.
 
     Raises:
-        EngineError: the process failed or took too long.
+        EngineError: the process failed or took too long, or a plugin did not load.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answer, log = (Path(folder) / name for name in ("run.json", "report.json", "log.txt"))
@@ -197,7 +203,10 @@ def execute(run: Run, *, timeout: float = 300) -> Report:
                 code = f"none within {timeout} s"
         text = log.read_text()
         if code != 0:
-            raise EngineError(f"{text}\nexit code: {code}")
+            raise EngineError(f"exit code: {code}", text)
+        # vLLM logs this and goes on without the plugin.
+        if "Failed to load plugin" in text:
+            raise EngineError("a plugin failed to load", text)
         return _report(json.loads(answer.read_text()), text)
 
 

@@ -28,10 +28,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "next": NEXT | SIZES | EXPERTS | {"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1},
 }
 
-# How far a layer moves the residual stream, against the token's embedding: the next token follows from the last one
-# often enough for a head to guess it, and not always.
-BRANCH = 0.25
-BRANCHES = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+# How far layers move the residual stream, against the token's embedding. Mixers do so by enough that texts do not soon
+# repeat themselves, and the rest by so little that a head without the mixers' memory still guesses half of the tokens.
+MIXED, OTHER = 0.5, 0.1
+MIXERS = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight")
 
 
 def write_model(folder: Path, name: str, *, seed: int = 0, **overrides: object) -> Path:
@@ -55,10 +55,16 @@ def write_model(folder: Path, name: str, *, seed: int = 0, **overrides: object) 
 
 
 def _drafting(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights whose head guesses as the model does where the last token alone decides: some drafts are right."""
-    hidden = weights["mtp.norm.weight"].shape[0]
-    drafting = {key: tensor * BRANCH if key.endswith(BRANCHES) else tensor for key, tensor in weights.items()}
+    """Return the weights with branches scaled, and a head that guesses what follows from the last token alone."""
+    scaled = {name: tensor * _scale(name) for name, tensor in weights.items()}
+    hidden = weights["model.norm.weight"].shape[0]
     # The head's first layer takes the embedding and the hidden row side by side.
-    drafting["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
-    drafting["mtp.norm.weight"] = weights["model.norm.weight"]
-    return drafting
+    scaled["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    scaled["mtp.norm.weight"] = weights["model.norm.weight"]
+    return scaled
+
+
+def _scale(name: str) -> float:
+    if name.endswith(MIXERS) and not name.startswith("mtp."):
+        return MIXED
+    return OTHER if name.endswith((*MIXERS, "down_proj.weight")) else 1.0

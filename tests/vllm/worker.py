@@ -36,7 +36,9 @@ def enforce_annotations() -> None:
     """Make every annotation of treewy a check and every warning of it an error, as in the other tests."""
     from jaxtyping import install_import_hook
 
-    install_import_hook("treewy", "ops.typecheck.checked")
+    from ops import typecheck
+
+    install_import_hook("treewy", f"{typecheck.__name__}.checked")
     warnings.filterwarnings("error", module=r"treewy(\.|$)")
 
 
