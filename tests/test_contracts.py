@@ -92,7 +92,9 @@ def test_public_names_of_trees_and_acceptance() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner"])
+@pytest.mark.parametrize(
+    "name", ["bench.ops", "cache", "draft", "engine", "hf", "model", "ops", "planner", "vllm_plugin"]
+)
 def test_rooms_export_what_they_list(name: str) -> None:
     """Every name in a room's `__all__` is there, and each is listed once."""
     room = __import__(f"treewy.{name}", fromlist=["__all__"])

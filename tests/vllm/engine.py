@@ -142,11 +142,14 @@ class Report(NamedTuple):
 
 
 class EngineError(Exception):
-    """The process failed; the message is the end of its log, and `log` all of it."""
+    """A process failed: why, and everything it printed. The message is the end of that and the reason."""
 
     def __init__(self, reason: str, log: str) -> None:
-        self.log = log
-        super().__init__("\n".join([*log.splitlines()[-40:], reason]))
+        super().__init__(reason, log)
+        self.reason, self.log = reason, log
+
+    def __str__(self) -> str:
+        return "\n".join([*self.log.splitlines()[-40:], self.reason])
 
 
 def mtp(drafts: int, *, accepted: list[float] | None = None, **options: object) -> dict[str, Any]:

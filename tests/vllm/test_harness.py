@@ -1,4 +1,4 @@
-"""The harness does what it says: each runner is the one asked for, and models are worth drafting for."""
+"""The harness does what it says, and its models are worth drafting for."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,19 +29,6 @@ def test_texts_wander_and_some_drafts_are_right(name: str, model: Model, execute
         assert len(set(pairwise(tokens))) > 40
 
 
-def test_the_second_runner_runs_its_kernels_in_the_interpreter(model: Model, execute: Execute) -> None:
-    request = Request(prompt=PROMPTS[0])
-    reports = {
-        runner: execute(Run(model=model("dense"), runner=runner, rounds=[[request]], probe="probes:surroundings"))
-        for runner in ("v1", "v2")
-    }
-    assert [len(reports[runner].lines("Using V2 Model Runner")) for runner in ("v1", "v2")] == [0, 1]
-    assert reports["v1"].runner == "vllm.v1.worker.cpu_model_runner"
-    assert reports["v2"].runner == "vllm.v1.worker.cpu.model_runner"
-    assert reports["v2"].rounds[0].probed["kernels"] == "triton.runtime.interpreter.InterpretedFunction"
-    assert reports["v1"].rounds[0].tokens == reports["v2"].rounds[0].tokens
-
-
 def test_requests_join_leave_and_come_again(model: Model, execute: Execute) -> None:
     """What `Request` says of engine steps, and that a round leaves nothing behind for the next."""
     steady = Request(prompt=PROMPTS[0], sampling={"max_tokens": 24, "logprobs": 2})
@@ -56,7 +43,8 @@ def test_requests_join_leave_and_come_again(model: Model, execute: Execute) -> N
     assert second.outputs[0].gains == [1] * 24
     assert all(token in place for token, place in zip(second.tokens[0], second.outputs[0].logprobs, strict=True))
     assert second.counters["generation_tokens"] == 24
-    assert first.outputs[1].text == "".join(f"t{token}" for token in first.tokens[1])
+    # The token of the end has no text.
+    assert first.outputs[1].text == "".join(f"t{token}" for token in first.tokens[1] if token < 127)
 
 
 def test_a_synthetic_rate_decides_what_is_accepted(model: Model, execute: Execute) -> None:
