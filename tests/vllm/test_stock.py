@@ -54,11 +54,13 @@ def test_registering_twice_is_registering_once(model: Model, execute: Execute) -
     assert [served.outputs for served in twice.rounds] == [served.outputs for served in execute(run).rounds]
 
 
-def test_the_second_runner_runs_its_kernels_in_the_interpreter(model: Model, execute: Execute) -> None:
-    """Else what passes for a test of vLLM's runner for GPUs would be one of the other."""
+def test_a_run_is_what_it_was_asked_to_be(model: Model, execute: Execute) -> None:
+    """The second runner with its kernels in the interpreter, not the first one; treewy's annotations and warnings strict."""
     first, second = (execute(describe(model("dense"), runner, None)) for runner in ("v1", "v2"))
     assert [len(report.lines("Using V2 Model Runner")) for report in (first, second)] == [0, 1]
     assert first.runner == "vllm.v1.worker.cpu_model_runner"
     assert second.runner == "vllm.v1.worker.cpu.model_runner"
     assert second.rounds[0].probed["kernels"] == "triton.runtime.interpreter.InterpretedFunction"
+    assert second.rounds[0].probed["annotated"] == "TypeCheckError"
+    assert second.rounds[0].probed["warned"] == "UserWarning"
     assert first.rounds[0].tokens == second.rounds[0].tokens
