@@ -21,6 +21,9 @@ install_import_hook("treewy", f"{typecheck.__name__}.checked")
 # The tests' tensors are tiny: a second thread gains nothing, and on a busy machine its barriers cost tenfold.
 torch.set_num_threads(1)
 
+# These run vLLM, in an environment of their own (scripts/check).
+collect_ignore = ["vllm"]
+
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

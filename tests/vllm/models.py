@@ -1,0 +1,70 @@
+"""Tiny random hybrids that vLLM's CPU build can run: one per model family, on disk, each with its head."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fixtures import TEXT_CONFIG, _write_tokenizer, _write_weights, random_weights
+from fixtures_families import MOE, NEXT, family_weights, split_experts
+
+# vLLM's CPU kernels of Gated DeltaNet take head dims 64 and 128, and bfloat16; its mixtures want multiples of 32.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "dtype": "bfloat16",
+}
+EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4, "mlp_only_layers": []}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": TEXT_CONFIG | SIZES | {"architectures": ["Qwen3_5ForCausalLM"]},
+    "moe": MOE | SIZES | EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"], "mtp_num_hidden_layers": 1},
+    "next": NEXT | SIZES | EXPERTS | {"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1},
+}
+
+# How far layers move the residual stream, against the token's embedding. Mixers do so by enough that texts do not soon
+# repeat themselves, and the rest by so little that a head without the mixers' memory still guesses half of the tokens.
+MIXED, OTHER = 0.5, 0.1
+MIXERS = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight")
+
+
+def write_model(folder: Path, name: str, *, seed: int = 0, **overrides: object) -> Path:
+    """Write a checkpoint of one of `CONFIGS` and return its folder.
+
+    Args:
+        folder: Made if it is not there.
+        name: "dense" (Qwen3.5), "moe" (Qwen3.5 with experts) or "next" (Qwen3-Next).
+        seed: Decides all weights.
+        overrides: Entries of the config.
+    """
+    config = CONFIGS[name] | overrides
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    weights = random_weights(text, seed) if name == "dense" else split_experts(family_weights(text, seed))
+    weights = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in _drafting(weights).items()}
+    _write_weights(folder, weights, shards=1)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _drafting(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights with branches scaled, and a head that guesses what follows from the last token alone."""
+    scaled = {name: tensor * _scale(name) for name, tensor in weights.items()}
+    hidden = weights["model.norm.weight"].shape[0]
+    # The head's first layer takes the embedding and the hidden row side by side.
+    scaled["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    scaled["mtp.norm.weight"] = weights["model.norm.weight"]
+    return scaled
+
+
+def _scale(name: str) -> float:
+    if name.endswith(MIXERS) and not name.startswith("mtp."):
+        return MIXED
+    return OTHER if name.endswith((*MIXERS, "down_proj.weight")) else 1.0

@@ -1,0 +1,117 @@
+"""The process that `engine.execute` starts: builds the engine of a description, serves its rounds, writes a report."""
+
+import importlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+START = time.monotonic()
+
+
+def main(asked: Path, answer: Path) -> None:
+    """Read a `Run` and write a `Report`, as JSON."""
+    run = json.loads(asked.read_text())
+    enforce_annotations()
+    for name in run["prepare"]:
+        named(name)()
+    # Not before: vLLM reads its environment and loads plugins when it is imported and configured.
+    from engine import ARGUMENTS
+    from vllm import LLM
+
+    arguments = ARGUMENTS | {"enable_prefix_caching": False, "disable_log_stats": False} | run["arguments"]
+    llm = LLM(model=run["model"], speculative_config=run["speculative"], **arguments)
+    report: dict[str, Any] = {"start_seconds": time.monotonic() - START}
+    (report["runner"],) = llm.collective_rpc(lambda worker: type(worker.worker.model_runner).__module__)
+    report["num_blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    probe = llm.collective_rpc(lambda worker: named(run["probe"])(worker.worker))[0] if run["probe"] else lambda: None
+    report["rounds"] = [serve(llm, number, requests, probe) for number, requests in enumerate(run["rounds"])]
+    answer.write_text(json.dumps(report))
+
+
+def enforce_annotations() -> None:
+    """Make every annotation of treewy a check and every warning of it an error, as in the other tests."""
+    from jaxtyping import install_import_hook
+
+    from ops import typecheck
+
+    install_import_hook("treewy", f"{typecheck.__name__}.checked")
+    warnings.filterwarnings("error", module=r"treewy(\.|$)")
+
+
+def named(name: str) -> Callable[..., Any]:
+    """Return the function that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def serve(llm: Any, number: int, requests: list[dict[str, Any]], probe: Callable[[], Any]) -> dict[str, Any]:
+    """Serve one round, engine step by engine step, and return it as `engine.Round` has it."""
+    before, start = counters(llm), time.monotonic()
+    engine, steps = llm.llm_engine, 0
+    names = [f"{number}.{place}" for place in range(len(requests))]
+    last = {name: {"tokens": [], "text": "", "reason": None, "gains": [], "logprobs": None} for name in names}
+    while engine.has_unfinished_requests() or any(request["joins"] >= steps for request in requests):
+        for name, request in zip(names, requests, strict=True):
+            if request["joins"] == steps:
+                add(llm, name, request)
+            if request["aborts"] == steps:
+                engine.abort_request([name])
+                last[name]["reason"] = "abort"
+        for output in engine.step():
+            note(last[output.request_id], output.outputs[0])
+        steps += 1
+    seconds, after = time.monotonic() - start, counters(llm)
+    outputs = [last[name] for name in names]
+    moved = {key: difference(value, before.get(key)) for key, value in after.items()}
+    return {"outputs": outputs, "counters": moved, "steps": steps, "seconds": seconds, "probed": probe()}
+
+
+def add(llm: Any, name: str, request: dict[str, Any]) -> None:
+    """Add one request, under a name."""
+    from vllm import SamplingParams
+
+    prompt = request["prompt"]
+    tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | request["sampling"]
+    llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**sampling))
+
+
+def note(entry: dict[str, Any], output: Any) -> None:
+    """Note what a request has so far."""
+    gained = len(output.token_ids) - len(entry["tokens"])
+    entry["gains"] += [gained] if gained else []
+    entry |= {"tokens": list(output.token_ids), "text": output.text, "reason": output.finish_reason}
+    if output.logprobs is not None:
+        entry["logprobs"] = [{token: x.logprob for token, x in place.items()} for place in output.logprobs]
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """Return vLLM's counters, summed over their labels."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        kind, name = type(metric).__name__, metric.name.removeprefix("vllm:")
+        if kind == "Counter":
+            found[name] = found.get(name, 0) + metric.value
+        if kind == "Vector":
+            found[name] = list(metric.values)
+    return found
+
+
+def difference(after: Any, before: Any) -> Any:
+    """Return how far a counter went."""
+    if isinstance(after, list):
+        return [new - old for new, old in zip(after, before or [0] * len(after), strict=True)]
+    return after - (before or 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # Taking an engine apart takes seconds, and nobody asks for it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
