@@ -20,8 +20,9 @@ def main(asked: Path, answer: Path) -> None:
     for name in run["prepare"]:
         named(name)()
     # Not before: vLLM reads its environment and loads plugins when it is imported and configured.
-    from engine import ARGUMENTS
     from vllm import LLM
+
+    from engine import ARGUMENTS
 
     arguments = ARGUMENTS | {"enable_prefix_caching": False, "disable_log_stats": False} | run["arguments"]
     llm = LLM(model=run["model"], speculative_config=run["speculative"], **arguments)
