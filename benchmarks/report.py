@@ -173,8 +173,8 @@ def _vllm_table(engines: list[list[dict[str, Any]]]) -> str:
     title = (
         f"vLLM {environment['versions']['vllm']}, Qwen3.5-35B-A3B shape, dummy weights, MTP {given['drafts']} with synthetic "
         f"acceptance {given['acceptance']}, {given['state_dtype']} state, prompts of {given['prompt']} and {given['output']} "
-        f"tokens generated, {environment['device']}. One process per row; ranges over its rounds. Whole runs count prefill, decoding "
-        "alone does not.\n\n"
+        f"tokens generated, {environment['device']}. One process per row; ranges over its rounds. Whole runs "
+        "count prefill, decoding alone does not.\n\n"
     )
     header = (
         "| commit | requests | utilisation | blocks x tokens | decode tokens/s | whole run tokens/s | preemptions | command |\n"
