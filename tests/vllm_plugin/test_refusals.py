@@ -18,7 +18,12 @@ TREE_DRAFTS = {"speculative__num_speculative_tokens": 6}
 
 # What is given, and what must hold, what was given and what to do, as the message says it.
 REFUSED = [
-    ({"use_v2_model_runner": False}, "needs vLLM's Model Runner V2", "runs on V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
+    (
+        {"use_v2_model_runner": False, "cache__mamba_cache_mode": "align"},
+        "prefix caching (mamba_cache_mode 'align') needs vLLM's Model Runner V2",
+        "runs on V1",
+        "VLLM_USE_V2_MODEL_RUNNER=1",
+    ),
     ({"cache__mamba_cache_mode": "all"}, "none and align", "'all'", "Pass --mamba-cache-mode align"),
     ({"cache__use_replayssm": True}, "Only one commit policy", "use_replayssm", "Drop one"),
     ({"cache__use_kda_recoverssm": True}, "Only one commit policy", "use_kda_recoverssm", "Drop one"),

@@ -7,6 +7,7 @@ import torch
 
 from treewy.ops import gdn
 from treewy.shapes import Tensor
+from treewy.vllm_plugin import first_runner
 from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
@@ -61,6 +62,8 @@ def layer_class(vllm: ModuleType) -> type:
             others = layers_of(vllm_config)
             self.treewy_number = len(others)
             self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
+            if not others and not vllm_config.use_v2_model_runner:
+                first_runner.wrap(vllm, self.treewy)
             self.enable_fused_gdn_spec_decode = self._checked = False
             self._forward_method = self.forward_cuda
             if self.dt_bias.is_cuda:
