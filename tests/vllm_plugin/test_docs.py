@@ -1,0 +1,160 @@
+"""docs/vllm.md says what the plugin does: its options, its log, its arithmetic, its messages, the figures that were measured."""
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from treewy.errors import RequestError, UnsupportedError
+from treewy.planner.catalogue import find_gpu, model_preset
+from treewy.vllm_plugin import intake, options, versions
+from treewy.vllm_plugin.accounting import Account, account, log_lines, predict_layout, rows_of
+from treewy.vllm_plugin.options import KEYS, Options, parse
+from treewy.vllm_plugin.refusals import refuse
+from treewy.vllm_plugin.versions import Version
+from vllm_plugin.stand_in import config
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
+README = (ROOT / "README.md").read_text()
+SPEC = model_preset("qwen3.5-35b-a3b").spec
+BLOCKS = predict_layout(SPEC, drafts=3, dtype="bfloat16", state_dtype="float32")
+# Blocks that vLLM 0.26 made of 0.6 of an H200 without the plugin, and of the rest of 0.9 beside them.
+AT_60 = 675 * BLOCKS.block_bytes
+AT_90 = AT_60 + int(0.3 * find_gpu("h200").memory_bytes)
+
+
+def made(commit: options.Commit, *, total: int = AT_60, requests: int = 256, max_model_len: int = 4096) -> Account:
+    asked = Options(commit)
+    bounds: dict[str, Any] = {"drafts": 3, "max_num_seqs": requests, "dtype": "bfloat16", "state_dtype": "float32"}
+    rows = rows_of(SPEC, asked, **bounds)
+    available = total - rows.num_bytes
+    return account(BLOCKS, rows, asked, drafts=3, max_model_len=max_model_len, available=available)
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the cells of the first table behind a text, without its two lines of heading."""
+    lines = PAGE.split(heading, 1)[1].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = lines[start : start + lines[start:].index("")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of every `vllm serve` in a page, from there on."""
+    lines = [line for line in page.splitlines() if re.match(r"(\w+=\w+ )*vllm serve ", line)]
+    return [words[words.index("vllm") :] for words in map(shlex.split, lines)]
+
+
+def asked_for(words: list[str]) -> Options:
+    flags = dict(pairwise(words))
+    additional = json.loads(flags.get("--additional-config", "{}"))
+    speculative = json.loads(flags["--speculative-config"])
+    section = {key: value for key, value in speculative.items() if key in KEYS} | additional.get("treewy", {})
+    return parse({"treewy": section})
+
+
+def test_every_option_is_described() -> None:
+    rows = {row[0].strip("`"): row for row in table("## Options")}
+    assert set(rows) == set(KEYS)
+    defaults = {field.name: field.default for field in fields(Options)}
+    assert rows[options.COMMIT][1] == ", ".join(f"`{name}`" for name in get_args(options.Commit))
+    assert rows[options.COMMIT][2] == f"`{defaults['commit']}`"
+    assert rows[options.RING_CAPACITY][1:3] == [f"1 to {options.MAX_ROWS}", str(defaults["ring_capacity"])]
+    assert rows[options.CHECK_EVERY][2] == str(defaults["check_every"])
+
+
+def test_every_command_asks_for_something() -> None:
+    assert [asked_for(words) for words in commands(PAGE)] == [
+        Options("reconstruct"),
+        Options("ring", ring_capacity=8),
+    ]
+    assert commands(README) == commands(PAGE)[:1]
+
+
+def test_the_start_up_log() -> None:
+    """As an engine prints it, which has the number of its blocks and not the bytes that they were made of."""
+    ours = made("reconstruct")
+    whole = account(
+        BLOCKS,
+        ours.rows,
+        Options("reconstruct"),
+        drafts=3,
+        max_model_len=4096,
+        available=ours.treewy.num_blocks * BLOCKS.block_bytes,
+    )
+    [shown] = re.findall(r"^```text\n(treewy: .*?)^```", PAGE, flags=re.M | re.S)
+    assert shown.splitlines() == log_lines(whole)
+
+
+@pytest.mark.parametrize("row", table("by KV tokens without it"), ids=lambda row: row[0])
+def test_the_table_of_what_to_expect(row: list[str]) -> None:
+    length = int(row[0].replace(",", ""))
+    cases = [{}, {"requests": 32}, {"total": AT_90}]
+    accounts = [made("reconstruct", max_model_len=length, **case) for case in cases]
+    assert row[1:] == [f"{one.treewy.kv_tokens / one.stock.kv_tokens:.2f}" for one in accounts]
+
+
+def test_bytes_in_the_text() -> None:
+    rows = made("reconstruct").rows
+    assert f"takes {rows.row_bytes:,} bytes in each of its {rows.num_layers} layers" in PAGE
+    assert f"has {rows.num_bytes / 256 / 1e6:.2f} MB of rows" in PAGE
+    assert f"9 blocks of {BLOCKS.block_bytes / 1e6:.1f} MB" in PAGE
+    few, many = (made("reconstruct", requests=requests).rows.num_bytes / 1e9 for requests in (128, 1024))
+    assert f"{many:.1f} GB of rows for the 35B-A3B, against {few:.1f} GB for 128" in " ".join(PAGE.split())
+    ours = made("reconstruct", max_model_len=1192)
+    assert (
+        f"hold {int(ours.stock.requests)} requests of 1,192 tokens with snapshots, and {int(ours.treewy.requests)}"
+        in PAGE
+    )
+
+
+def test_kv_tokens_that_were_logged() -> None:
+    first, earlier = table("of treewy at 458b708"), table("of an\nearlier commit")
+    stock = f"{made('reconstruct').stock.kv_tokens:,}"
+    ours = {commit: made(commit).treewy.kv_tokens for commit in ("reconstruct", "ring")}
+    assert first[0][1] == earlier[1][1] == stock
+    assert first[1][1] == f"{ours['reconstruct']:,} (2.11 x)"
+    assert earlier[3][1] == f"{ours['ring']:,}"
+
+
+def test_speed_is_that_of_the_result_files() -> None:
+    rows = table("of treewy at 458b708")
+    for commit, row in zip(("store_all", "reconstruct"), rows, strict=True):
+        lines = (ROOT / "benchmarks" / "results" / f"vllm-h200-{commit}.jsonl").read_text().splitlines()
+        head, _, run = map(json.loads, lines)
+        assert head["environment"]["sha"].startswith("458b708")
+        assert row[2].split(" (")[0] == f"{run['decode_tokens_per_s']:,.0f}"
+        assert row[3].split(" (")[0] == f"{run['tokens_per_s']:,.0f}"
+
+
+def test_messages_in_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user searches the page for is what the plugin says."""
+    messages = []
+    monkeypatch.setattr("treewy.vllm_plugin.facts.platform", lambda: "cuda")
+    with pytest.raises(UnsupportedError) as first:
+        refuse(config(use_v2_model_runner=False, cache__mamba_cache_mode="align"), Options("reconstruct"))
+    messages.append(str(first.value))
+    for version, mismatches in ((Version(0, 25, 0), []), (Version(0, 30, 0), ["x is missing"])):
+        monkeypatch.setattr(versions, "installed", lambda version=version: version)
+        monkeypatch.setattr(versions, "find_mismatches", lambda mismatches=mismatches, **_: mismatches)
+        with pytest.raises(UnsupportedError) as caught:
+            versions.check(on_cpu=False)
+        messages.append(str(caught.value))
+    with pytest.raises(RequestError) as unknown:
+        parse({options.SECTION: {"mamba_state_comit": "ring"}})
+    messages.append(str(unknown.value))
+    shown = [" ".join(text.split()) for text in re.findall(r"^\*\*`([^`]*)`\.\*\*", PAGE, flags=re.M)]
+    assert len(shown) == len(messages)
+    assert all(text in message for text, message in zip(shown, messages, strict=True))
+
+
+def test_the_entry_point_is_the_one_that_is_shown() -> None:
+    assert '[project.entry-points."vllm.general_plugins"]\ntreewy = ' in (ROOT / "pyproject.toml").read_text()
+    assert "entry point `treewy` of the group `vllm.general_plugins`" in PAGE
+    assert intake.SECTION in PAGE
