@@ -56,9 +56,9 @@ def wrap(vllm: ModuleType, shared: Any) -> None:
     signature, current = inspect.signature(build), [shared, places]
 
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(self, *args, **kwargs)
+        asked, (now, of_requests) = signature.bind(self, *args, **kwargs), current
         asked.apply_defaults()
-        begin(self, *current, asked.arguments)
+        begin(self, now, of_requests, asked.arguments)
         return build(self, *args, **kwargs)
 
     def update_states_after_model_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
