@@ -54,8 +54,11 @@ def model_state_class(vllm: ModuleType) -> type:
 
         def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if self.treewy is not None:
-                self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
-                drafted = _drafted(vllm, input_batch) if self._runs_requests else _nobody(input_batch)
+                if self._runs_requests:
+                    self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
+                    drafted = _drafted(vllm, input_batch)
+                else:
+                    drafted = _nobody(input_batch, self.treewy.memory.sizes.step_rows)
                 self._runs_requests = False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
@@ -71,7 +74,7 @@ def model_state_class(vllm: ModuleType) -> type:
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
 
         def _announce(self, kv_cache_config: Any) -> None:
-            """Say once what fits: at the first step, which at start-up is a dummy's, blocks are there in every version."""
+            """Say once what fits: at the first step of requests, vLLM's own at start-up. Dummies run on other blocks before."""
             shared, blocks = self.treewy, read_layout(kv_cache_config)
             if shared is None or self._announced or blocks is None:
                 return
@@ -129,7 +132,12 @@ def _drafted(vllm: ModuleType, batch: Any) -> Drafted:
     return Drafted(chosen, batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
 
 
-def _nobody(batch: Any) -> Drafted:
-    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing."""
+def _nobody(batch: Any, step_rows: int) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing.
+
+    One with more rows than a draft has stands for prompts, as many as a step may have: it takes vLLM's own path.
+    """
     sizes = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], dtype=np.int32)
+    if (sizes > step_rows).any():
+        sizes = sizes[:0]
     return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)

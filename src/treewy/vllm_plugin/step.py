@@ -78,6 +78,14 @@ class Step:
         self.keeps = np.zeros(seqs, bool)
         self.tables: Tables | None = None
 
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What is written once and read ever after: whoever takes the worker's memory away has to bring these back."""
+        of_trees = self._buffers._asdict()
+        del of_trees["max_rows"]
+        constants = {"none": self._none, "largest": self._largest, "along": self._along, "starts": self._starts}
+        return {"lengths": self.memory.lengths} | constants | of_trees
+
     def begin(self, drafted: Drafted, num_seqs: int, num_rows: int) -> None:
         """Write the tables of a step.
 
