@@ -16,7 +16,9 @@ WIDTH = 4
 class Copies:
     """vLLM's copies of states, or of windows, between the pages of a request; tables are by request."""
 
-    def __init__(self, pages: list[torch.Tensor], tables: list[torch.Tensor], block_size: int, *, windows: bool) -> None:
+    def __init__(
+        self, pages: list[torch.Tensor], tables: list[torch.Tensor], block_size: int, *, windows: bool
+    ) -> None:
         self.pages, self.tables, self.block_size, self.windows = pages, tables, block_size, windows
         self.other, self.calls = "vLLM's", 0
 
