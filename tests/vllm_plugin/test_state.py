@@ -65,7 +65,7 @@ class Worker:
     ) -> Any:
         """Run both hooks before a step of requests whose pages' numbers are theirs plus one."""
         batch = self.batch(requests, rows, drafts, padding=padding)
-        self.preprocess(batch, [torch.tensor(requests)[:, None] + 1] * 3)
+        self.preprocess(batch, [(torch.tensor(requests)[:, None] + 1).expand(-1, 4)] * 3)
         return self.prepare(batch, mode)
 
 
@@ -150,6 +150,37 @@ def test_another_request_gets_an_index() -> None:
     assert worker.state.seen[-1] == ("add", 1)
 
 
+@pytest.mark.parametrize("align", [False, True])
+def test_a_session_goes_on(align: bool) -> None:
+    """A request that is there is added again when more of its input comes; its pages stay, so what it keeps does too."""
+    worker = Worker(align=align)
+    name = SimpleNamespace(req_id="session")
+    worker.state.remove_request("session")
+    worker.state.add_request(1, name)
+    worker.state._mamba_state_idx_gpu[1] = 3
+    worker.verify([1], [4], [True])
+    worker.state.postprocess_state(torch.tensor([1]), torch.tensor([3]))
+    worker.state.remove_request("session")
+    worker.state.add_request(1, name)
+    assert worker.engine.memory.lengths[1] == 3
+    assert worker.state.num_accepted_tokens_gpu[1] == 3
+    assert worker.state._mamba_state_idx_gpu[1] == (3 if align else 7)
+
+
+@pytest.mark.parametrize("name", ["session", "another"])
+def test_whoever_left_begins_again(name: str) -> None:
+    """A request that was preempted has lost its pages, and gets others."""
+    worker = Worker()
+    worker.state.add_request(1, SimpleNamespace(req_id="session"))
+    worker.verify([1], [4], [True])
+    worker.state.postprocess_state(torch.tensor([1]), torch.tensor([3]))
+    worker.state.remove_request("session")  # finished or preempted
+    worker.state.remove_request(name)  # as before each is added
+    worker.state.add_request(1, SimpleNamespace(req_id=name))
+    assert worker.engine.memory.lengths[1] == 0
+    assert worker.state.num_accepted_tokens_gpu[1] == 1
+
+
 def test_models_without_our_layers_are_left_alone() -> None:
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": SimpleNamespace(treewy=None)})
@@ -157,7 +188,7 @@ def test_models_without_our_layers_are_left_alone() -> None:
     assert layers_of(config) == []
     state = model_state_class(compat())(config)
     assert isinstance(state, ModelState)
-    state.add_request(0, None)
+    state.add_request(0, SimpleNamespace(req_id="a"))
     state.preprocess_state(None, (), None, None)
     state.prepare_attn(None, NONE, (), None, [], None)
     state.postprocess_state(torch.tensor([0]), torch.tensor([1]))

@@ -33,11 +33,29 @@ def model_state_class(vllm: ModuleType) -> type:
             self._runs_requests = self._announced = False
             self._tables: list[torch.Tensor] = []
             self.boundaries: Boundaries | None = None
+            self._index_of: dict[str, int] = {}
+            self._removed: tuple[str, int | None] = ("", None)
+
+        def remove_request(self, req_id: str) -> None:
+            super().remove_request(req_id)
+            self._removed = req_id, self._index_of.pop(req_id, None)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
+            """Let a request begin. vLLM removes each first: one that was still there goes on, with its pages and more input."""
+            goes_on = self.treewy is not None and self._removed == (new_req_data.req_id, req_index)
+            where = self._where() if goes_on else []
+            before = [table[req_index].clone() for table in where]
             super().add_request(req_index, new_req_data)
-            if self.treewy is not None:
+            for table, value in zip(where, before, strict=True):
+                table[req_index] = value
+            if self.treewy is not None and not goes_on:
                 self.treewy.forget(req_index)
+            self._index_of[new_req_data.req_id] = req_index
+
+        def _where(self) -> list[torch.Tensor]:
+            """What says where in a request's pages its state and window are."""
+            aligned = [self._mamba_state_idx_gpu] if self._align_mode else []
+            return [self.num_accepted_tokens_gpu, *aligned]
 
         def preprocess_state(
             self, input_batch: Any, block_tables: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
