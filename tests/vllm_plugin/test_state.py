@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from treewy.vllm_plugin import state
 from treewy.vllm_plugin.check import materialised
 from treewy.vllm_plugin.state import layers_of, model_state_class
 from vllm_plugin.fakes import WIDTH, ModelState, compat, layers_on
@@ -141,6 +142,13 @@ def test_what_takes_vllms_path_is_flushed_first(align: bool) -> None:
     assert np.flatnonzero(worker.step.keeps).tolist() == [3]
 
 
+def test_prompts_cost_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep nothing, and a new one has no page yet."""
+    worker = Worker()
+    monkeypatch.setattr(state, "flush", lambda *_: pytest.fail("nothing is kept"))
+    worker.verify([3, 5], [4, 7], [True, False])
+
+
 def test_another_request_gets_an_index() -> None:
     worker = Worker()
     worker.verify([0, 1], [4, 4], [True, True])
@@ -186,13 +194,13 @@ def test_models_without_our_layers_are_left_alone() -> None:
         compilation_config=SimpleNamespace(static_forward_context={"a": SimpleNamespace(treewy=None)})
     )
     assert layers_of(config) == []
-    state = model_state_class(compat())(config)
-    assert isinstance(state, ModelState)
-    state.add_request(0, SimpleNamespace(req_id="a"))
-    state.preprocess_state(None, (), None, None)
-    state.prepare_attn(None, NONE, (), None, [], None)
-    state.postprocess_state(torch.tensor([0]), torch.tensor([1]))
-    assert state.seen == [("add", 0), ("preprocess", [1] * 8), ("prepare", None), ("postprocess", None)]
+    made = model_state_class(compat())(config)
+    assert isinstance(made, ModelState)
+    made.add_request(0, SimpleNamespace(req_id="a"))
+    made.preprocess_state(None, (), None, None)
+    made.prepare_attn(None, NONE, (), None, [], None)
+    made.postprocess_state(torch.tensor([0]), torch.tensor([1]))
+    assert made.seen == [("add", 0), ("preprocess", [1] * 8), ("prepare", None), ("postprocess", None)]
 
 
 def test_what_fits_is_said_once_of_the_blocks_of_requests(caplog: pytest.LogCaptureFixture) -> None:
