@@ -53,16 +53,23 @@ class Engine:
         self.checker.forget(request)
 
     def run(
-        self, requests: list[int], slots: list[int], rows: list[int], sampled: list[int], *, padding: int = 0
+        self,
+        requests: list[int],
+        slots: list[int] | list[list[int]],
+        rows: list[int],
+        sampled: list[int],
+        *,
+        padding: int = 0,
     ) -> None:
-        """Run a step: verify chains, then accept of each the root and `sampled` - 1 drafts."""
+        """Run a step: verify chains, then accept of each the root and `sampled` - 1 drafts; slots of all layers or of each."""
         drafted = Drafted(np.arange(len(requests)), np.array(requests, np.int32), np.array(rows, np.int32))
         total = sum(rows)
         self.step.begin(drafted, len(requests) + padding, total + padding)
         tables = self.step.tables
         assert tables is not None
-        at = torch.tensor([*slots, *[-1] * padding], dtype=torch.int32)
+        of_layers = slots if isinstance(slots[0], list) else [slots] * LAYERS
         for layer in range(LAYERS):
+            at = torch.tensor([*of_layers[layer], *[-1] * padding], dtype=torch.int32)
             x = gdn.Projections(
                 *(self.normal(total + padding, heads, DIM) for heads in (HEADS, HEADS, VALUE_HEADS)),
                 *(self.normal(total + padding, VALUE_HEADS) for _ in range(2)),

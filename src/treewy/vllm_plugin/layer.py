@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.ops import gdn
 from treewy.shapes import Tensor
 from treewy.vllm_plugin import first_runner
@@ -61,9 +62,12 @@ def layer_class(vllm: ModuleType) -> type:
             refuse(vllm_config, wanted)  # already refused where the configuration was made, unless by somebody else
             others = layers_of(vllm_config)
             self.treewy_number = len(others)
-            self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
-            if not others and not vllm_config.use_v2_model_runner:
-                first_runner.wrap(vllm, self.treewy)
+            self.treewy = shared = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
+            _check_number(self.treewy_number, shared.memory.sizes.num_layers, prefix)
+            if not others:
+                self.treewy_lasting = _Lasting(shared.step.lasting)
+                if not vllm_config.use_v2_model_runner:
+                    first_runner.wrap(vllm, shared)
             self.enable_fused_gdn_spec_decode = self._checked = False
             self._forward_method = self.forward_cuda
             if self.dt_bias.is_cuda:
@@ -148,6 +152,26 @@ def layer_class(vllm: ModuleType) -> type:
 
     GatedDeltaNet.__name__ = vllm.QwenGatedDeltaNetAttention.__name__
     return GatedDeltaNet
+
+
+class _Lasting(torch.nn.Module):
+    """Buffers that vLLM's deep sleep saves, as it does those of models: the rest of the memory comes back as garbage.
+
+    A module of its own: vLLM reloads weights by the layer, and would reload these with it.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+
+def _check_number(number: int, num_layers: int, prefix: str) -> None:
+    if number >= num_layers:
+        raise UnsupportedError(
+            f"Only the target may have Gated DeltaNet layers, {num_layers} of them; {prefix} is another, the drafter's. Draft "
+            "with the model's own head, or without the options of treewy."
+        )
 
 
 def _prior(memory: Memory, layer: int, tables: Tables) -> gdn.Prior:

@@ -1,19 +1,15 @@
 """The engine's hooks around a step: tables before the forward, kept rows after sampling."""
 
-import logging
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from treewy.vllm_plugin.accounting import Rows, account, log_lines, read_layout
+from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted
-
-# Below vLLM's own logger, whose handlers and format it takes.
-logger = logging.getLogger("vllm.treewy")
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -33,11 +29,29 @@ def model_state_class(vllm: ModuleType) -> type:
             self._runs_requests = self._announced = False
             self._tables: list[torch.Tensor] = []
             self.boundaries: Boundaries | None = None
+            self._index_of: dict[str, int] = {}
+            self._removed: tuple[str, int | None] = ("", None)
+
+        def remove_request(self, req_id: str) -> None:
+            super().remove_request(req_id)
+            self._removed = req_id, self._index_of.pop(req_id, None)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
+            """Let a request begin. vLLM removes each first: one that was still there goes on, with its pages and more input."""
+            goes_on = self.treewy is not None and self._removed == (new_req_data.req_id, req_index)
+            where = self._where() if goes_on else []
+            before = [table[req_index].clone() for table in where]
             super().add_request(req_index, new_req_data)
-            if self.treewy is not None:
+            for table, value in zip(where, before, strict=True):
+                table[req_index] = value
+            if self.treewy is not None and not goes_on:
                 self.treewy.forget(req_index)
+            self._index_of[new_req_data.req_id] = req_index
+
+        def _where(self) -> list[torch.Tensor]:
+            """What says where in a request's pages its state and window are."""
+            aligned = [self._mamba_state_idx_gpu] if self._align_mode else []
+            return [self.num_accepted_tokens_gpu, *aligned]
 
         def preprocess_state(
             self, input_batch: Any, block_tables: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
@@ -54,8 +68,11 @@ def model_state_class(vllm: ModuleType) -> type:
 
         def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if self.treewy is not None:
-                self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
-                drafted = _drafted(vllm, input_batch) if self._runs_requests else _nobody(input_batch)
+                if self._runs_requests:
+                    self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
+                    drafted = _drafted(vllm, input_batch)
+                else:
+                    drafted = _nobody(input_batch, self.treewy.memory.sizes.step_rows)
                 self._runs_requests = False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
@@ -71,16 +88,10 @@ def model_state_class(vllm: ModuleType) -> type:
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
 
         def _announce(self, kv_cache_config: Any) -> None:
-            """Say once what fits: at the first step, which at start-up is a dummy's, blocks are there in every version."""
-            shared, blocks = self.treewy, read_layout(kv_cache_config)
-            if shared is None or self._announced or blocks is None:
-                return
-            self._announced, sizes = True, shared.memory.sizes
-            rows = Rows(sizes.num_layers, sizes.row_bytes, sizes.num_requests, sizes.kept_rows, sizes.num_step_rows)
-            available = kv_cache_config.num_blocks * blocks.block_bytes
-            bounds = {"drafts": sizes.step_rows - 1, "max_model_len": self.max_model_len, "available": available}
-            for line in log_lines(account(blocks, rows, shared.options, **bounds)):
-                logger.info(line)
+            """Say once what fits: at the first step of requests, vLLM's own at start-up. Dummies run on other blocks before."""
+            if self.treewy is not None and not self._announced:
+                self._announced = True
+                announce(self.treewy, kv_cache_config, self.max_model_len)
 
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             super().initialize_kv_cache(*args, **kwargs)
@@ -129,7 +140,12 @@ def _drafted(vllm: ModuleType, batch: Any) -> Drafted:
     return Drafted(chosen, batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
 
 
-def _nobody(batch: Any) -> Drafted:
-    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing."""
+def _nobody(batch: Any, step_rows: int) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing.
+
+    One with more rows than a draft has stands for prompts, as many as a step may have: it takes vLLM's own path.
+    """
     sizes = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], dtype=np.int32)
+    if (sizes > step_rows).any():
+        sizes = sizes[:0]
     return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)

@@ -82,6 +82,14 @@ class Step:
         self.num_accepted: Int[Tensor, "X"] | None = None
         self.tables: Tables | None = None
 
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What is written once and read ever after: whoever takes the worker's memory away has to bring these back."""
+        of_trees = self._buffers._asdict()
+        del of_trees["max_rows"]
+        constants = {"none": self._none, "largest": self._largest, "along": self._along, "starts": self._starts}
+        return {"lengths": self.memory.lengths, "accepted": self.accepted} | constants | of_trees
+
     def begin(self, drafted: Drafted, num_seqs: int, num_rows: int) -> None:
         """Write the tables of a step.
 

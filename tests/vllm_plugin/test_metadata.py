@@ -1,0 +1,151 @@
+"""Metadata of the plugin's layers: who takes the drafted path, and what the others' path is told."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from treewy.vllm_plugin.memory import Memory
+from treewy.vllm_plugin.metadata import backend_class
+from treewy.vllm_plugin.step import Drafted, Step
+from vllm_plugin.fakes import compat
+from vllm_plugin.rows import sizes
+
+
+@dataclass
+class Metadata:
+    """vLLM's, as far as the plugin reads it or changes it."""
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_spec_decodes: int
+    num_spec_decode_tokens: int
+    num_actual_tokens: int
+    spec_sequence_masks: Any = None
+    spec_query_start_loc: Any = None
+    spec_state_indices_tensor: Any = None
+    spec_token_indx: Any = None
+    non_spec_token_indx: Any = None
+    num_accepted_tokens: Any = None
+    non_spec_query_start_loc: Any = None
+    chunk_indices: Any = None
+
+
+class Builder:
+    """vLLM's, which asks of each request's drafts only whether they are negative, and older ones whether any drafted."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.supports_update_block_table = True
+        self.spec_state_indices_tensor = torch.full((8, 4), 9, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common: Any, num_accepted: Any = None, drafts: Any = None, **options: Any
+    ) -> Any:
+        """Sort the requests into those that verify and those that do not."""
+        self.given, self.options = drafts, options
+        if drafts is None or int(drafts[drafts >= 0].sum()) == 0:
+            count = common.num_actual_tokens
+            return Metadata(0, 0, count, count, 0, 0, count)
+        masks = drafts >= 0
+        lens = torch.tensor(common.lens)
+        others = lens[~masks & (lens > 0)]
+        counts = (len(others), int(others.sum()), 0, 0, int(masks.sum()), int(lens[masks].sum()), int(lens.sum()))
+        names = ("start", "indices", "rows", "other rows")
+        return Metadata(*counts, masks, *names, num_accepted, "starts of others", "chunks")
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        """Build for requests that all draft as much as they can."""
+        count = len(common.lens)
+        return self.build(0, common, torch.full((count,), 4), torch.full((count,), 3))
+
+
+def backend() -> Any:
+    """Return the plugin's backend over these."""
+    base = type("Backend", (), {})
+    return backend_class(
+        compat(GDNAttentionMetadata=Metadata, GDNAttentionMetadataBuilder=Builder, GDNAttentionBackend=base)
+    )
+
+
+def builder(step: Step) -> Any:
+    """Return a builder for layers of a step."""
+    layer = SimpleNamespace(treewy=SimpleNamespace(step=step))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+    return backend().get_builder_cls()(None, ["a"], config, torch.device("cpu"))
+
+
+def step(batch: list[int], rows: list[int], *, padding: int = 0) -> Step:
+    """Return a step in which these places of the batch verify."""
+    made = Step(Memory(sizes(4), "cpu"), "eager")
+    drafted = Drafted(np.array(batch, np.int64), np.arange(len(batch), dtype=np.int32), np.array(rows, np.int32))
+    made.begin(drafted, len(batch) + padding, sum(rows) + padding)
+    return made
+
+
+@pytest.mark.parametrize("given", [[3, -1, 3, -1], [0, -1, 0, -1], [-1, -1, -1, -1], [3, 3, -1, 3]])
+def test_the_step_says_who_verifies(given: list[int]) -> None:
+    """Not vLLM's counts of drafts: with none drafted, an older one leaves the path that knows of kept rows."""
+    running = step([0, 2], [4, 1])
+    made = builder(running)
+    common = SimpleNamespace(lens=[4, 5, 1, 0], num_actual_tokens=10)
+    accepted = torch.tensor([2, 1, 3, 1])
+    drafts = torch.tensor(given, dtype=torch.int32)
+    built = made.build(0, common, accepted, drafts, fast_build=True)
+    assert made.given.tolist() == [1, -1, 1, -1]
+    assert drafts.tolist() == given  # it is vLLM's
+    assert made.options == {"fast_build": True}
+    assert built.treewy is running.tables
+    assert built.num_accepted_tokens is accepted
+
+
+def test_a_batch_that_verifies_has_no_rest() -> None:
+    """Padding of a captured graph is no prompt."""
+    running = step([0, 1], [4, 4], padding=1)
+    common = SimpleNamespace(lens=[4, 4, 0], num_actual_tokens=9)
+    built = builder(running).build(0, common, torch.ones(3), torch.tensor([3, 3, -1]))
+    assert built.treewy is running.tables
+    assert built.rest is None
+
+
+def test_the_rest_is_a_batch_of_its_own() -> None:
+    """Prompts beside requests that verify: their own counts and tables, and nothing of the others."""
+    built = builder(step([0, 2], [4, 1])).build(
+        0, SimpleNamespace(lens=[4, 5, 1, 7], num_actual_tokens=17), torch.ones(4), torch.tensor([3, -1, 0, -1])
+    )
+    rest = built.rest
+    assert (rest.num_prefills, rest.num_prefill_tokens, rest.num_decodes, rest.num_decode_tokens) == (2, 12, 0, 0)
+    assert rest.num_actual_tokens == 12
+    assert (rest.num_spec_decodes, rest.num_spec_decode_tokens) == (0, 0)
+    assert (rest.non_spec_query_start_loc, rest.chunk_indices) == ("starts of others", "chunks")
+    spec = ("sequence_masks", "query_start_loc", "state_indices_tensor", "token_indx")
+    assert [getattr(rest, f"spec_{name}") for name in spec] == [None] * 4
+    assert (rest.non_spec_token_indx, rest.num_accepted_tokens) == (None, None)
+    assert (built.num_spec_decodes, built.spec_token_indx, built.non_spec_token_indx) == (2, "rows", "other rows")
+
+
+def test_nobody_verifies() -> None:
+    made = builder(step([], []))
+    built = made.build(0, SimpleNamespace(lens=[5], num_actual_tokens=5), torch.ones(1), torch.tensor([-1]))
+    assert (built.treewy, built.rest, built.num_decodes) == (None, None, 5)
+    assert made.build(0, SimpleNamespace(lens=[5], num_actual_tokens=5)).treewy is None  # nor does anything draft
+
+
+def test_graphs_are_captured_of_dummies() -> None:
+    running = step([0, 1], [4, 4])
+    made = builder(running)
+    built = made.build_for_cudagraph_capture(SimpleNamespace(lens=[4, 4], num_actual_tokens=8))
+    assert made.given.tolist() == [1, 1]
+    assert built.treewy is running.tables
+
+
+def test_buffers_of_graphs_have_one_state() -> None:
+    """A table of one column, copied into a wider one, would fill it: its rows would no longer be apart."""
+    made = builder(step([0], [4]))
+    assert tuple(made.spec_state_indices_tensor.shape) == (8, 1)
+    assert made.spec_state_indices_tensor.is_contiguous()
+    assert not made.supports_update_block_table
