@@ -144,3 +144,12 @@ def test_the_log() -> None:
         "treewy: 1,274,020,864 bytes of rows beside the blocks: 30 layers of 256 x 4 kept rows and 1,024 of a step, 20,736 "
         "bytes each",
     ]
+
+
+def test_cached_prefixes_take_a_state_more() -> None:
+    """With the plugin and without it: that of the block which is being left."""
+    bounds = {"drafts": 3, "max_model_len": 4096, "available": AVAILABLE}
+    made = account(blocks_of(3), NONE, Options("reconstruct"), **bounds, prefix_caching=True)
+    assert [share.blocks.states_per_request for share in (made.treewy, made.stock)] == [2, 5]
+    assert [share.blocks_per_request for share in (made.treewy, made.stock)] == [4 + 3 * 2, 4 + 3 * 5]
+    assert "a request takes 2 blocks of each" in log_lines(made)[0]

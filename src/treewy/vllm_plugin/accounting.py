@@ -127,7 +127,14 @@ def read_layout(kv_cache_config: Any) -> Layout | None:
 
 
 def account(
-    blocks: Layout, rows: Rows, options: Options, *, drafts: int, max_model_len: int, available: int
+    blocks: Layout,
+    rows: Rows,
+    options: Options,
+    *,
+    drafts: int,
+    max_model_len: int,
+    available: int,
+    prefix_caching: bool = False,
 ) -> Account:
     """Return what fits, with the plugin and without it.
 
@@ -138,14 +145,15 @@ def account(
         drafts: Tokens drafted per step.
         max_model_len: Longest context of a request.
         available: Bytes for blocks with the plugin; without it there would be those of the rows as well.
+        prefix_caching: Whether prefixes are cached: then vLLM counts one state more, of the block that is being left.
     """
-    stock = blocks._replace(states_per_request=1 + drafts)
+    ours, stock = (blocks._replace(states_per_request=n + prefix_caching) for n in (1, 1 + drafts))
     return Account(
         commit=options.commit,
         drafts=drafts,
         max_model_len=max_model_len,
         rows=rows,
-        treewy=_share(blocks._replace(states_per_request=1), available, max_model_len),
+        treewy=_share(ours, available, max_model_len),
         stock=_share(stock, available + rows.num_bytes, max_model_len),
     )
 
@@ -155,8 +163,9 @@ def log_lines(account: Account) -> list[str]:
     rows, ours, stock = account.rows, account.treewy, account.stock
     blocks, num_layers = ours.blocks, account.rows.num_layers
     pages = blocks.num_state_groups * blocks.group_size
+    states = "1 block" if blocks.states_per_request == 1 else f"{blocks.states_per_request} blocks"
     return [
-        f"treewy: {account.commit}, {account.drafts} drafts: a request takes {blocks.states_per_request} block of each "
+        f"treewy: {account.commit}, {account.drafts} drafts: a request takes {states} of each "
         f"of {blocks.num_state_groups} recurrent groups instead of {stock.blocks.states_per_request}; {num_layers} layers "
         f"in {pages} pages, {pages - num_layers} of padding",
         f"treewy: {ours.num_blocks:,} blocks of {blocks.block_size:,} tokens and {blocks.block_bytes:,} bytes: "

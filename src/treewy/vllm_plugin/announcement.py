@@ -22,6 +22,15 @@ def announce(shared: Any, kv_cache_config: Any, max_model_len: int) -> None:
         return
     rows = Rows(sizes.num_layers, sizes.row_bytes, sizes.num_requests, sizes.kept_rows, sizes.num_step_rows)
     available = kv_cache_config.num_blocks * blocks.block_bytes
-    bounds = {"drafts": sizes.step_rows - 1, "max_model_len": max_model_len, "available": available}
-    for line in log_lines(account(blocks, rows, shared.options, **bounds)):
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    counted = account(
+        blocks,
+        rows,
+        shared.options,
+        drafts=sizes.step_rows - 1,
+        max_model_len=max_model_len,
+        available=available,
+        prefix_caching=any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs),
+    )
+    for line in log_lines(counted):
         logger.info(line)
