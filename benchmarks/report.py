@@ -41,6 +41,7 @@ def tables() -> str:
         + engine
         + ops
         + "".join(_attention_table(first, lines) for first, *lines in _results("attention*"))
+        + _vllm_table(_results("vllm*"))
     )
 
 
@@ -162,6 +163,48 @@ def _attention_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
         for x in lines
     )
     return f"{title}{header}{rows}\n"
+
+
+def _vllm_table(engines: list[list[dict[str, Any]]]) -> str:
+    """Return vLLM engines side by side: each result file is one process."""
+    if not engines:
+        return ""
+    given, environment = engines[0][0]["options"], engines[0][0]["environment"]
+    title = (
+        f"vLLM {environment['versions']['vllm']}, Qwen3.5-35B-A3B shape, dummy weights, MTP {given['drafts']} with synthetic "
+        f"acceptance {given['acceptance']}, {given['state_dtype']} state, prompts of {given['prompt']} and {given['output']} "
+        f"tokens generated, {environment['device']}. One process per row; ranges over its rounds. Whole runs "
+        "count prefill, decoding alone does not.\n\n"
+    )
+    header = (
+        "| commit | requests | utilisation | blocks x tokens | decode tokens/s | whole run tokens/s | preemptions | command |\n"
+        + "|---" * 8
+        + "|\n"
+    )
+    return f"{title}{header}{''.join(map(_vllm_lines, engines))}\n"
+
+
+def _vllm_lines(lines: list[dict[str, Any]]) -> str:
+    first, start, *runs = lines
+    rows = ""
+    for run in runs:
+        speeds = [
+            f"{run[name]:,.0f} ({min(each):,.0f}-{max(each):,.0f})" if len(each) > 1 else f"{run[name]:,.0f}, one round"
+            for name in ("decode_tokens_per_s", "tokens_per_s")
+            for each in [[one[name] for one in run["rounds"]]]
+        ]
+        preemptions = sum(one["counters"].get("num_preemptions", 0) for one in run["rounds"])
+        cells = (
+            run["commit"],
+            run["requests"],
+            first["options"]["utilisation"],
+            f"{start['num_blocks']} x {start['block_size']:,}",
+            *speeds,
+            f"{preemptions:.0f}",
+            _command(first["environment"]),
+        )
+        rows += f"| {' | '.join(map(str, cells))} |\n"
+    return rows
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -218,6 +218,18 @@ class TestBuffers:
         with pytest.raises(ShapeError, match=r"history\.u.*prior\.record\.u"):
             gdn.commit_verify(x, state, torch.tensor([0, 1]), tree.tables, prior=prior)
 
+    def test_buffers_that_were_checked_before_are_not_checked_again(self, monkeypatch):
+        x, state, tree = operands()
+        slots = torch.tensor([0, 1])
+        prior, out = prior_and_out(x, state, tree)
+        want = raw([gdn.commit_verify(x, state.clone(), slots, tree.tables, prior=prior).o])
+        for check in ("_check", "_check_prior", "_check_out", "_check_apart", "_check_devices"):
+            monkeypatch.setattr(f"treewy.ops.gdn.serving.{check}", None)
+        with pytest.raises(TypeError, match="not callable"):
+            gdn.commit_verify(x, state.clone(), slots, tree.tables, prior=prior, out=out)
+        got = gdn.commit_verify(x, state.clone(), slots, tree.tables, prior=prior, out=out, checked=True)
+        assert torch.equal(*want, *raw([got.o]))
+
     def test_buffers_side_by_side_are_not(self):
         """Two records in one allocation, one behind the other or row by row; keys that stay where they are."""
         x, state, tree = operands()

@@ -36,3 +36,10 @@ def fails(call: Callable[[], object]) -> str | None:
 def hide_the_plugin() -> None:
     """Make the plugin fail to import; not a probe, but something to `prepare`."""
     sys.modules["treewy.vllm_plugin"] = None  # pyright: ignore[reportArgumentType]
+
+
+def checked(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return what the plugin's checker found so far, and the rows that requests keep."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    shared = next(layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None)
+    return lambda: shared.checker.report() | {"kept": shared.memory.lengths.tolist()}

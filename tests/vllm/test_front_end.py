@@ -22,9 +22,8 @@ def drafting(**options: Any) -> dict[str, Any]:
 
 # The arguments of a configuration that the plugin refuses, and a part of its message.
 REFUSED = {
-    "all states of prefixes": (drafting(**ON) | {"mamba_cache_mode": "all"}, "Pass --mamba-cache-mode align"),
-    "first runner": (
-        drafting(**ON) | OFF | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    "first runner and prefixes": (
+        drafting(**ON) | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
         "VLLM_USE_V2_MODEL_RUNNER=1",
     ),
     "bad value": (drafting(mamba_state_commit="x") | OFF, "must be one of store_all, reconstruct, ring; got 'x'"),

@@ -132,7 +132,7 @@ def test_installing_again_changes_nothing(engine_args: type[EngineArgs]) -> None
 
 def test_what_cannot_run_is_refused_in_the_front_end(engine_args: type[EngineArgs]) -> None:
     """With options; without them the same configuration is vLLM's business."""
-    changes = {"use_v2_model_runner": False}
+    changes = {"use_v2_model_runner": False, "cache__mamba_cache_mode": "align"}
     assert engine_args({"method": "mtp"}, **changes).create_engine_config() is not None
     assert engine_args({"mamba_state_commit": "store_all"}, **changes).create_engine_config() is not None
     with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):

@@ -18,7 +18,12 @@ TREE_DRAFTS = {"speculative__num_speculative_tokens": 6}
 
 # What is given, and what must hold, what was given and what to do, as the message says it.
 REFUSED = [
-    ({"use_v2_model_runner": False}, "needs vLLM's Model Runner V2", "runs on V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
+    (
+        {"use_v2_model_runner": False, "cache__mamba_cache_mode": "align"},
+        "needs vLLM's Model Runner V2",
+        "runs on V1",
+        "VLLM_USE_V2_MODEL_RUNNER=1",
+    ),
     ({"cache__mamba_cache_mode": "all"}, "none and align", "'all'", "Pass --mamba-cache-mode align"),
     ({"cache__use_replayssm": True}, "Only one commit policy", "use_replayssm", "Drop one"),
     ({"cache__use_kda_recoverssm": True}, "Only one commit policy", "use_kda_recoverssm", "Drop one"),
@@ -174,3 +179,13 @@ def test_checks_need_eager_steps():
     refuse(config(), Options("reconstruct", check_every=1))
     with pytest.raises(UnsupportedError, match=r"check_every looks at states.*it is 2.*Pass --enforce-eager"):
         refuse(config(compilation_config=graphs), Options("reconstruct", check_every=2))
+
+
+def test_the_first_runner_drafts_chains_without_prefix_caching():
+    """And says which of the two it cannot."""
+    refuse(config(use_v2_model_runner=False), CHAIN)
+    refuse(config(use_v2_model_runner=False), RING)
+    with pytest.raises(UnsupportedError, match=r"with prefix caching \(mamba_cache_mode 'align'\)"):
+        refuse(config(use_v2_model_runner=False, cache__mamba_cache_mode="align"), CHAIN)
+    with pytest.raises(UnsupportedError, match=r"'reconstruct' with draft trees"):
+        refuse(config(use_v2_model_runner=False, **TREE_DRAFTS), TREE)

@@ -35,6 +35,12 @@ STATES = "vllm.v1.worker.gpu.model_states"
 STATE = f"{STATES}.mamba_hybrid"
 ARGUMENTS = "vllm.engine.arg_utils"
 CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+COPIES = "vllm.v1.worker.mamba_utils"
+FIRST = "vllm.v1.worker.gpu_model_runner"
+MOVED = "self num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
+BOUNDS = "self num_tokens num_reqs max_query_len num_tokens_padded num_reqs_padded ubatch_slices logits_indices"
+BUILT = f"{BOUNDS} use_spec_decode for_cudagraph_capture num_scheduled_tokens"
+BUILT_NEW = f"{BOUNDS} max_num_sampled_tokens use_spec_decode for_cudagraph_capture num_scheduled_tokens"
 PREPARED = "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config for_capture"
 
 HOOKS = (
@@ -77,6 +83,21 @@ HOOKS = (
         only=NEW,
     ),
     Hook(STATE, "MambaHybridModelState.postprocess_state", "self idx_mapping num_sampled num_computed_tokens"),
+    Hook(
+        STATE, "MambaHybridModelState._ensure_align_ctx", "self kv_cache_config mamba_group_ids block_tables", only=OLD
+    ),
+    Hook(STATE, "MambaHybridModelState.initialize_kv_cache", "self kv_cache_config block_tables", only=NEW),
+    Hook(COPIES, "MambaSpecDecodeGPUContext.run_fused_precopy", MOVED),
+    Hook(
+        COPIES,
+        "MambaSpecDecodeGPUContext.run_fused_postprocess_align",
+        "self num_reqs num_accepted_tokens_gpu state_idx_gpu new_num_computed_tokens_gpu idx_mapping",
+    ),
+    Hook(
+        FIRST, "GPUModelRunner._build_attention_metadata", f"{BUILT} cascade_attn_prefix_lens slot_mappings", only=OLD
+    ),
+    Hook(FIRST, "GPUModelRunner._build_attention_metadata", f"{BUILT_NEW} slot_mappings", only=NEW),
+    Hook(FIRST, "GPUModelRunner._update_states_after_model_execute", "self output_token_ids scheduler_output"),
     Hook(STATES, "init_model_state", "vllm_config model encoder_cache device"),
     Hook(STATES, "resolve_model_state_cls", "vllm_config model", only=NEW),
     Hook(ARGUMENTS, "EngineArgs.create_speculative_config", "self target_model_config target_parallel_config"),

@@ -46,6 +46,12 @@ def backend_class(vllm: ModuleType) -> type:
             num_decode_draft_tokens_cpu: torch.Tensor | None = None,
             **options: Any,
         ) -> Any:
+            known: torch.Tensor | None = self.step.num_accepted
+            if known is not None and len(self.step.drafted.requests):
+                num_accepted_tokens, num_decode_draft_tokens_cpu = (
+                    known,
+                    torch.full((len(known),), -1, dtype=torch.int32),
+                )
             if num_decode_draft_tokens_cpu is not None:
                 num_decode_draft_tokens_cpu = self._drafts(num_decode_draft_tokens_cpu)
             built = super().build(

@@ -35,6 +35,17 @@ class Drafted(NamedTuple):
         return int(self.sizes.sum())
 
 
+def dummies(sizes: Int[np.ndarray, "B"], step_rows: int) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing.
+
+    One with more rows than a draft has stands for prompts, as many as a step may have: it takes vLLM's own path.
+    """
+    sizes = np.asarray(sizes, dtype=np.int32)
+    if (sizes > step_rows).any():
+        sizes = sizes[:0]
+    return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)
+
+
 class Tables(NamedTuple):
     """What a layer needs of the step, on the device.
 
@@ -60,6 +71,8 @@ class Step:
         drafted: The requests that the running step verifies.
         keeps: Per request, whether it may keep rows. How many, only the device knows.
         tables: Of the running step; None between steps.
+        accepted: Per request, the rows that it accepted in its last step; 1 before its first.
+        num_accepted: The same for each request of the engine's batch, where vLLM's own counts cannot be had.
     """
 
     def __init__(self, memory: Memory, backend: str | None = None) -> None:
@@ -76,6 +89,8 @@ class Step:
         self._holds_full_chains = False
         self.drafted = Drafted(*(np.zeros(0, np.int32),) * 3)
         self.keeps = np.zeros(seqs, bool)
+        self.accepted: Int[Tensor, "R"] = torch.ones(seqs, **options)
+        self.num_accepted: Int[Tensor, "X"] | None = None
         self.tables: Tables | None = None
 
     @property
@@ -84,7 +99,7 @@ class Step:
         of_trees = self._buffers._asdict()
         del of_trees["max_rows"]
         constants = {"none": self._none, "largest": self._largest, "along": self._along, "starts": self._starts}
-        return {"lengths": self.memory.lengths} | constants | of_trees
+        return {"lengths": self.memory.lengths, "accepted": self.accepted} | constants | of_trees
 
     def begin(self, drafted: Drafted, num_seqs: int, num_rows: int) -> None:
         """Write the tables of a step.
@@ -121,6 +136,7 @@ class Step:
         gdn.settle(memory.lengths, places, self._none[:count], fold, backend=self.backend)
         gdn.append_layers(memory.kept, places, memory.step, path, backend=self.backend)
         gdn.settle(memory.lengths, places, path.lengths, self._none[:count], backend=self.backend)
+        self.accepted[places.long()] = path.lengths
         self.keeps[self.drafted.requests] = True
         self.tables = None
 
@@ -128,6 +144,7 @@ class Step:
         """Drop what a request keeps: another one has its index now, it begins again, or its page has it all."""
         if self.keeps[request]:
             self.memory.lengths[request].fill_(0)
+            self.accepted[request].fill_(1)
             self.keeps[request] = False
 
     def _tree(self, sizes: Int[np.ndarray, "B"], num_seqs: int, num_rows: int) -> TreeTables:

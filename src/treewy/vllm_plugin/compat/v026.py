@@ -28,6 +28,7 @@ __all__ = [
     "QwenGatedDeltaNetAttention",
     "chain_conv",
     "drafted_rows",
+    "first_runner_class",
     "get_forward_context",
     "mamba_hybrid",
     "one_state_per_request",
@@ -52,3 +53,10 @@ def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int
 def window_of(layer: Any) -> Float[Tensor, "S C X"]:
     """See `common.window_of`."""
     return common.window_of(layer, dim_first=is_conv_state_dim_first())
+
+
+def first_runner_class() -> type:
+    """Return the first model runner, which is imported only where it runs."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner

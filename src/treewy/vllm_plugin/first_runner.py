@@ -1,0 +1,126 @@
+"""The hooks that the first model runner has not: it knows requests by name, and states of the last step by its own counts.
+
+Two of its methods are wrapped. Before metadata is built the step's tables are made, and after sampling accepted rows are
+kept, as `state` does it under the second runner.
+"""
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewy.shapes import Int, Tensor
+from treewy.vllm_plugin.step import Drafted, dummies
+
+
+class Places:
+    """Where requests keep their rows, by name."""
+
+    def __init__(self, shared: Any) -> None:
+        """Start without requests."""
+        self.shared, self._of = shared, dict[str, int]()
+
+    def drop(self, known: Any) -> None:
+        """Free the places of requests that the engine does not know any more."""
+        for name in [name for name in self._of if name not in known]:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Drop what a request keeps, if it keeps anything: it ended, or begins again from its prompt."""
+        if name in self._of:
+            self.shared.forget(self._of.pop(name))
+
+    def take(self, name: str) -> int:
+        """Return a request's place, a free one if it had none."""
+        if name not in self._of:
+            taken = set(self._of.values())
+            self._of[name] = next(place for place in range(self.shared.memory.sizes.num_requests) if place not in taken)
+        return self._of[name]
+
+
+def wrap(vllm: ModuleType, shared: Any) -> None:
+    """Wrap the runner's methods, once per process; `shared` is what the engine's layers share.
+
+    Args:
+        vllm: The compat module of the installed vLLM.
+        shared: The layers' memory and step.
+    """
+    runner = vllm.first_runner_class()
+    build, update = runner._build_attention_metadata, runner._update_states_after_model_execute
+    places = Places(shared)
+    if hasattr(build, "treewy"):
+        build.treewy[:] = [shared, places]  # another engine in this process: the one before is gone
+        return
+    signature, current = inspect.signature(build), [shared, places]
+
+    def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked, (now, of_requests) = signature.bind(self, *args, **kwargs), current
+        asked.apply_defaults()
+        begin(self, now, of_requests, asked.arguments)
+        return build(self, *args, **kwargs)
+
+    def update_states_after_model_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, *args, **kwargs)
+        current[0].finish(self.num_accepted_tokens.gpu)
+        return result
+
+    build_attention_metadata.treewy = current
+    runner._build_attention_metadata = build_attention_metadata
+    runner._update_states_after_model_execute = update_states_after_model_execute
+
+
+def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> None:
+    """Make the tables of a step of the first runner.
+
+    Args:
+        runner: The runner.
+        shared: The layers' memory and step.
+        places: Where its requests keep their rows.
+        asked: Arguments of the method that builds metadata.
+    """
+    count, scheduled, step = asked["num_reqs"], asked["num_scheduled_tokens"], shared.step
+    if scheduled is None or asked["for_cudagraph_capture"]:
+        sizes = np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int32)
+        drafted = dummies(sizes, shared.memory.sizes.step_rows)
+        step.num_accepted = None
+    else:
+        drafted = drafted_requests(runner, places, count, scheduled, asked["use_spec_decode"])
+        step.num_accepted = _accepted(step.accepted, drafted, asked["num_reqs_padded"] or count)
+    whole = len(drafted.requests) == count
+    num_seqs = (asked["num_reqs_padded"] if whole else None) or len(drafted.requests)
+    num_rows = (asked["num_tokens_padded"] if whole else None) or drafted.num_rows
+    step.begin(drafted, num_seqs, max(num_rows, drafted.num_rows))
+
+
+def drafted_requests(
+    runner: Any, places: Places, count: int, scheduled: dict[str, int], use_spec_decode: bool
+) -> Drafted:
+    """Return the requests of a batch that decode: one token behind all that are known, and drafts behind that.
+
+    Whoever computes more than that computes a prompt, or again what was lost when it was preempted: it keeps nothing.
+    """
+    batch, requests = runner.input_batch, runner.requests
+    places.drop(requests)
+    drafts = runner.num_decode_draft_tokens.np[:count] if use_spec_decode else np.full(count, -1)
+    chosen, taken, sizes = [], [], []
+    for at, name in enumerate(batch.req_ids[:count]):
+        size, computed = scheduled[name], int(batch.num_computed_tokens_cpu[at])
+        decodes = computed >= int(batch.num_prompt_tokens[at]) and computed + 1 >= requests[name].num_tokens
+        if decodes and size == 1 + max(int(drafts[at]), 0):
+            chosen.append(at)
+            taken.append(places.take(name))
+            sizes.append(size)
+        else:
+            places.forget(name)
+    return Drafted(np.array(chosen, np.int64), np.array(taken, np.int32), np.array(sizes, np.int32))
+
+
+def _accepted(of_place: Int[Tensor, "R"], drafted: Drafted, count: int) -> Int[Tensor, "B"]:
+    """Return the rows that each request of a batch accepted in its last step, 1 where it verified none."""
+    accepted = torch.ones(count, dtype=torch.int32, device=of_place.device)
+    if len(drafted.requests):
+        rows, places = (torch.from_numpy(part).to(of_place.device).long() for part in (drafted.batch, drafted.requests))
+        accepted[rows] = of_place[places]
+    return accepted

@@ -1,0 +1,167 @@
+"""The first runner's requests, by name: who decodes, who keeps rows, and whose places are free again."""
+
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+
+from treewy.vllm_plugin import first_runner
+from treewy.vllm_plugin.memory import Memory
+from treewy.vllm_plugin.step import Step
+from vllm_plugin.rows import sizes
+
+
+class Shared:
+    """What layers share, as far as the hooks care."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(sizes(16), "cpu")
+        self.step = Step(self.memory, "eager")
+        self.forget = self.step.forget
+
+    def finish(self, num_sampled: torch.Tensor) -> None:
+        self.step.finish(num_sampled)
+
+
+class Runner:
+    """A runner of vLLM's first kind: requests (name: prompt, outputs so far, computed) in the order of its batch."""
+
+    def __init__(self) -> None:
+        self.num_accepted_tokens = SimpleNamespace(gpu=torch.ones(8, dtype=torch.int32))
+        self.query_start_loc = SimpleNamespace(np=np.arange(9) * 4)
+        self.built = []
+
+    def batch(self, drafts: dict[str, int], **requests: tuple[int, int, int]) -> None:
+        """Set the batch of the next step."""
+        names, count = list(requests), len(requests)
+        prompt, outputs, computed = (np.array(part) for part in zip(*requests.values(), strict=True))
+        self.input_batch = SimpleNamespace(
+            req_ids=[*names, "left over"], num_prompt_tokens=prompt, num_computed_tokens_cpu=computed
+        )
+        tokens = prompt + outputs
+        self.requests = {name: SimpleNamespace(num_tokens=tokens[at]) for at, name in enumerate(names)}
+        marks = np.array([drafts.get(name, -1) for name in names])
+        self.num_decode_draft_tokens = SimpleNamespace(np=np.concatenate([marks, np.full(8 - count, -1)]))
+
+    def _build_attention_metadata(
+        self,
+        num_tokens,
+        num_reqs,
+        max_query_len,
+        num_tokens_padded=None,
+        num_reqs_padded=None,
+        use_spec_decode=False,
+        for_cudagraph_capture=False,
+        num_scheduled_tokens=None,
+    ):
+        self.built.append(num_reqs)
+
+    def _update_states_after_model_execute(self, output_token_ids, scheduler_output):
+        counts = (output_token_ids != -1).sum(dim=1)
+        self.num_accepted_tokens.gpu[: len(counts)] = counts.to(torch.int32)
+
+
+def names(runner):
+    """Return a compat module that knows this runner."""
+    vllm = ModuleType("names")
+    vars(vllm)["first_runner_class"] = lambda: runner
+    return vllm
+
+
+def engine():
+    shared, runner = Shared(), type("Runner", (Runner,), {})
+    first_runner.wrap(names(runner), shared)
+    return shared, runner()
+
+
+def step(runner, scheduled, **more):
+    more = {"use_spec_decode": True} | more
+    runner._build_attention_metadata(
+        sum(scheduled.values()), len(scheduled), max_query_len=4, num_scheduled_tokens=scheduled, **more
+    )
+
+
+def sampled(*counts):
+    return torch.tensor([[7] * count + [-1] * (4 - count) for count in counts])
+
+
+def test_who_decodes_and_what_is_kept():
+    shared, runner = engine()
+    runner.batch({"a": 3}, a=(5, 1, 5), b=(9, 0, 4), c=(6, 3, 8), d=(4, 4, 3))
+    step(runner, {"a": 4, "b": 5, "c": 1, "d": 5})  # b: its prompt's rest; d: computed again after a preemption
+    assert runner.built == [4]
+    assert shared.step.drafted.batch.tolist() == [0, 2]
+    assert shared.step.drafted.sizes.tolist() == [4, 1]
+    assert shared.step.num_accepted is not None
+    assert shared.step.num_accepted.tolist() == [1, 1, 1, 1]
+    runner._update_states_after_model_execute(sampled(3, 1, 1, 1), None)
+    places = dict(zip(("a", "c"), shared.step.drafted.requests.tolist(), strict=True))
+    assert shared.memory.lengths[[places["a"], places["c"]]].tolist() == [3, 1]
+
+    # Another order, a's rows still its own; b decodes now.
+    runner.batch({"b": 3, "a": 3}, b=(9, 1, 9), c=(6, 4, 9), a=(5, 4, 8))
+    step(runner, {"b": 4, "c": 1, "a": 4})
+    assert shared.step.num_accepted.tolist() == [1, 1, 3]
+    assert shared.step.drafted.requests.tolist()[1:] == [places["c"], places["a"]]
+    runner._update_states_after_model_execute(sampled(2, 1, 4), None)
+    assert shared.memory.lengths[places["a"]] == 7
+
+
+def test_places_of_requests_that_ended_or_began_again():
+    shared, runner = engine()
+    runner.batch({"a": 3, "b": 3}, a=(5, 1, 5), b=(5, 1, 5))
+    step(runner, {"a": 4, "b": 4})
+    runner._update_states_after_model_execute(sampled(4, 4), None)
+    first = shared.step.drafted.requests.tolist()
+    # a ended; b was preempted and computes everything again: neither keeps anything.
+    runner.batch({}, b=(5, 5, 0))
+    step(runner, {"b": 10}, use_spec_decode=False)
+    assert shared.memory.lengths.tolist() == [0] * 8
+    assert len(shared.step.drafted.requests) == 0
+    runner._update_states_after_model_execute(sampled(1), None)
+    runner.batch({"b": 3, "e": 3}, b=(5, 6, 10), e=(5, 1, 5))
+    step(runner, {"b": 4, "e": 4})
+    assert shared.step.num_accepted is not None
+    assert shared.step.num_accepted.tolist() == [1, 1]
+    assert sorted(shared.step.drafted.requests.tolist()) == sorted(first)
+
+
+def test_one_token_of_a_prompt_that_more_will_follow():
+    """It does not decode, and neither does the last of a chunk that recomputes outputs."""
+    shared, runner = engine()
+    runner.batch({}, a=(9, 0, 4), b=(3, 6, 5))
+    step(runner, {"a": 1, "b": 1}, use_spec_decode=False)
+    assert len(shared.step.drafted.requests) == 0
+
+
+def test_dummies_and_captures_keep_nothing():
+    shared, runner = engine()
+    runner._build_attention_metadata(8, 2, 4, num_tokens_padded=12, num_reqs_padded=3, for_cudagraph_capture=True)
+    tables = shared.step.tables
+    assert tables is not None
+    assert tables.places.tolist() == [-1, -1, -1]
+    assert tables.tree.num_rows == 12
+    assert shared.step.num_accepted is None
+
+
+def test_full_graphs_have_inert_sequences():
+    shared, runner = engine()
+    runner.batch({"a": 3}, a=(5, 1, 5))
+    step(runner, {"a": 4}, num_tokens_padded=8, num_reqs_padded=2)
+    tables = shared.step.tables
+    assert tables is not None
+    assert tables.places.tolist() == [*shared.step.drafted.requests.tolist(), -1]
+    assert tables.tree.cu_rows.tolist() == [0, 4, 4]
+    assert shared.step.num_accepted is not None
+    assert shared.step.num_accepted.tolist() == [1, 1]
+
+
+def test_another_engine_in_the_process_takes_over():
+    shared, runner = engine()
+    other = Shared()
+    first_runner.wrap(names(type(runner)), other)
+    runner.batch({"a": 3}, a=(5, 1, 5))
+    step(runner, {"a": 4})
+    assert other.step.tables is not None
+    assert shared.step.tables is None
+    assert runner.built == [1]
