@@ -30,6 +30,7 @@ class Runner:
         self.num_accepted_tokens = SimpleNamespace(gpu=torch.ones(8, dtype=torch.int32))
         self.query_start_loc = SimpleNamespace(np=np.arange(9) * 4)
         self.built = []
+        self.kv_cache_config, self.max_model_len = SimpleNamespace(kv_cache_groups=[]), 64  # no blocks to speak of
 
     def batch(self, drafts: dict[str, int], **requests: tuple[int, int, int]) -> None:
         """Set the batch of the next step."""

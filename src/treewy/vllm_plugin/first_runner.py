@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from treewy.shapes import Int, Tensor
+from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.step import Drafted, dummies
 
 
@@ -20,7 +21,7 @@ class Places:
 
     def __init__(self, shared: Any) -> None:
         """Start without requests."""
-        self.shared, self._of = shared, dict[str, int]()
+        self.shared, self._of, self.announced = shared, dict[str, int](), False
 
     def drop(self, known: Any) -> None:
         """Free the places of requests that the engine does not know any more."""
@@ -86,6 +87,9 @@ def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> No
         drafted = dummies(sizes, shared.memory.sizes.step_rows)
         step.num_accepted = None
     else:
+        if not places.announced:
+            places.announced = True
+            announce(shared, runner.kv_cache_config, runner.max_model_len)
         drafted = drafted_requests(runner, places, count, scheduled, asked["use_spec_decode"])
         step.num_accepted = _accepted(step.accepted, drafted, asked["num_reqs_padded"] or count)
     whole = len(drafted.requests) == count

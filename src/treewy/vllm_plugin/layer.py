@@ -62,12 +62,12 @@ def layer_class(vllm: ModuleType) -> type:
             refuse(vllm_config, wanted)  # already refused where the configuration was made, unless by somebody else
             others = layers_of(vllm_config)
             self.treewy_number = len(others)
-            self.treewy = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
-            _check_number(self.treewy_number, self.treewy.memory.sizes.num_layers, prefix)
+            self.treewy = shared = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
+            _check_number(self.treewy_number, shared.memory.sizes.num_layers, prefix)
             if not others:
-                self.treewy_lasting = _Lasting(self.treewy.step.lasting)
+                self.treewy_lasting = _Lasting(shared.step.lasting)
                 if not vllm_config.use_v2_model_runner:
-                    first_runner.wrap(vllm, self.treewy)
+                    first_runner.wrap(vllm, shared)
             self.enable_fused_gdn_spec_decode = self._checked = False
             self._forward_method = self.forward_cuda
             if self.dt_bias.is_cuda:

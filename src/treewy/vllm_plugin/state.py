@@ -1,19 +1,15 @@
 """The engine's hooks around a step: tables before the forward, kept rows after sampling."""
 
-import logging
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from treewy.vllm_plugin.accounting import Rows, account, log_lines, read_layout
+from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted, dummies
-
-# Below vLLM's own logger, whose handlers and format it takes.
-logger = logging.getLogger("vllm.treewy")
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -94,15 +90,9 @@ def model_state_class(vllm: ModuleType) -> type:
 
         def _announce(self, kv_cache_config: Any) -> None:
             """Say once what fits: at the first step of requests, vLLM's own at start-up. Dummies run on other blocks before."""
-            shared, blocks = self.treewy, read_layout(kv_cache_config)
-            if shared is None or self._announced or blocks is None:
-                return
-            self._announced, sizes = True, shared.memory.sizes
-            rows = Rows(sizes.num_layers, sizes.row_bytes, sizes.num_requests, sizes.kept_rows, sizes.num_step_rows)
-            available = kv_cache_config.num_blocks * blocks.block_bytes
-            bounds = {"drafts": sizes.step_rows - 1, "max_model_len": self.max_model_len, "available": available}
-            for line in log_lines(account(blocks, rows, shared.options, **bounds)):
-                logger.info(line)
+            if self.treewy is not None and not self._announced:
+                self._announced = True
+                announce(self.treewy, kv_cache_config, self.max_model_len)
 
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             super().initialize_kv_cache(*args, **kwargs)
