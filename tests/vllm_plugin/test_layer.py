@@ -143,10 +143,12 @@ def test_no_weights_beside_those_of_the_checkpoint(whole: Any) -> None:
     assert list(first.state_dict()) == ["A_log", "dt_bias"]
     assert not dict(first.named_buffers(recurse=False))
     assert not list(second.buffers())
+    lasting = {buffer.data_ptr() for buffer in first.buffers()}
+    assert lasting == {tensor.data_ptr() for tensor in first.treewy.step.lasting.values()}
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_deep_sleep(ragged: bool) -> None:
+@pytest.mark.parametrize(("ragged", "garbage"), [(False, 77), (True, -77)])
+def test_deep_sleep(ragged: bool, garbage: int) -> None:
     """It takes all memory made while a model is loaded, and brings back the buffers of the model, by name."""
     engine = Engine(8)
     engine.run([0, 3], [2, 7], [4, 2 if ragged else 4], [3, 1])
@@ -157,7 +159,7 @@ def test_deep_sleep(ragged: bool) -> None:
         tensors += [value] if isinstance(value, torch.Tensor) else []
     tensors += [part for part in engine.step._buffers if isinstance(part, torch.Tensor)]
     for tensor in tensors:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else garbage)
     for name, buffer in model.named_buffers():
         buffer.copy_(saved[name])
     for request in range(8):

@@ -164,12 +164,12 @@ def test_steps_without_a_boundary_cost_nothing(behind: int, looks: bool) -> None
     """As far as the host can tell: what steps in flight did not accept may still lie before the boundary."""
     aligned = Aligned(RING)
     aligned.boundaries.block_size = 64
-    drafted = Drafted(np.arange(1), np.zeros(1, np.int32), np.array([ROWS], np.int32))
+    drafted = Drafted(np.array([1]), np.zeros(1, np.int32), np.array([ROWS], np.int32))
     computed = 64 - ROWS if behind == 0 else 63 + behind
-    aligned.boundaries.begin(drafted, np.array([computed]), [table[:1] for table in aligned.tables])
-    at = torch.zeros(1, dtype=torch.long)
+    at = torch.tensor([3, 0])  # beside one that does not verify
+    aligned.boundaries.begin(drafted, np.array([0, computed]), [table[at] for table in aligned.tables])
     before = aligned.engine.states.clone()
-    aligned.boundaries.fill(aligned.states, 1, aligned.accepted, aligned.block, aligned.computed, at)
+    aligned.boundaries.fill(aligned.states, 2, aligned.accepted, aligned.block, aligned.computed, at)
     assert aligned.states.calls == looks
     assert torch.equal(aligned.engine.states, before)
 

@@ -13,7 +13,7 @@ import torch
 
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
-from treewy.vllm_plugin.step import Drafted
+from treewy.vllm_plugin.step import Drafted, dummies
 
 
 class Places:
@@ -84,7 +84,7 @@ def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> No
     count, scheduled, step = asked["num_reqs"], asked["num_scheduled_tokens"], shared.step
     if scheduled is None or asked["for_cudagraph_capture"]:
         sizes = np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int32)
-        drafted = Drafted(np.arange(count), np.full(count, -1, np.int32), sizes)
+        drafted = dummies(sizes, shared.memory.sizes.step_rows)
         step.num_accepted = None
     else:
         if not places.announced:

@@ -9,7 +9,7 @@ import torch
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
-from treewy.vllm_plugin.step import Drafted
+from treewy.vllm_plugin.step import Drafted, dummies
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -72,7 +72,8 @@ def model_state_class(vllm: ModuleType) -> type:
                     self._announce(args[3] if len(args) > 3 else kwargs["kv_cache_config"])
                     drafted = _drafted(vllm, input_batch)
                 else:
-                    drafted = _nobody(input_batch, self.treewy.memory.sizes.step_rows)
+                    sizes = input_batch.num_scheduled_tokens[: input_batch.num_reqs]
+                    drafted = dummies(sizes, self.treewy.memory.sizes.step_rows)
                 self._runs_requests = False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
@@ -138,14 +139,3 @@ def _drafted(vllm: ModuleType, batch: Any) -> Drafted:
     chosen = vllm.drafted_rows(batch)
     sizes = np.asarray(batch.num_scheduled_tokens, dtype=np.int32)
     return Drafted(chosen, batch.idx_mapping_np[chosen].astype(np.int32), sizes[chosen])
-
-
-def _nobody(batch: Any, step_rows: int) -> Drafted:
-    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing.
-
-    One with more rows than a draft has stands for prompts, as many as a step may have: it takes vLLM's own path.
-    """
-    sizes = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], dtype=np.int32)
-    if (sizes > step_rows).any():
-        sizes = sizes[:0]
-    return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)

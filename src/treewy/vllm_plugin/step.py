@@ -35,6 +35,17 @@ class Drafted(NamedTuple):
         return int(self.sizes.sum())
 
 
+def dummies(sizes: Int[np.ndarray, "B"], step_rows: int) -> Drafted:
+    """Return a dummy batch: rows for the kernels to run on, of requests that keep nothing.
+
+    One with more rows than a draft has stands for prompts, as many as a step may have: it takes vLLM's own path.
+    """
+    sizes = np.asarray(sizes, dtype=np.int32)
+    if (sizes > step_rows).any():
+        sizes = sizes[:0]
+    return Drafted(np.arange(len(sizes)), np.full(len(sizes), -1, np.int32), sizes)
+
+
 class Tables(NamedTuple):
     """What a layer needs of the step, on the device.
 
