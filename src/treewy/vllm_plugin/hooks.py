@@ -36,6 +36,7 @@ STATE = f"{STATES}.mamba_hybrid"
 ARGUMENTS = "vllm.engine.arg_utils"
 CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 COPIES = "vllm.v1.worker.mamba_utils"
+SECOND = "vllm.v1.worker.gpu.model_runner"
 FIRST = "vllm.v1.worker.gpu_model_runner"
 MOVED = "self num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
 BOUNDS = "self num_tokens num_reqs max_query_len num_tokens_padded num_reqs_padded ubatch_slices logits_indices"
@@ -98,6 +99,12 @@ HOOKS = (
     ),
     Hook(FIRST, "GPUModelRunner._build_attention_metadata", f"{BUILT_NEW} slot_mappings", only=NEW),
     Hook(FIRST, "GPUModelRunner._update_states_after_model_execute", "self output_token_ids scheduler_output"),
+    Hook(
+        SECOND,
+        "GPUModelRunner.execute_model",
+        "self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile",
+        only=OLD,
+    ),
     Hook(STATES, "init_model_state", "vllm_config model encoder_cache device"),
     Hook(STATES, "resolve_model_state_cls", "vllm_config model", only=NEW),
     Hook(ARGUMENTS, "EngineArgs.create_speculative_config", "self target_model_config target_parallel_config"),

@@ -8,7 +8,7 @@ import torch
 from treewy.errors import UnsupportedError
 from treewy.ops import gdn
 from treewy.shapes import Tensor
-from treewy.vllm_plugin import first_runner
+from treewy.vllm_plugin import first_runner, second_runner
 from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
@@ -66,7 +66,9 @@ def layer_class(vllm: ModuleType) -> type:
             _check_number(self.treewy_number, shared.memory.sizes.num_layers, prefix)
             if not others:
                 self.treewy_lasting = _Lasting(shared.step.lasting)
-                if not vllm_config.use_v2_model_runner:
+                if vllm_config.use_v2_model_runner:
+                    second_runner.run_prompts_eagerly(vllm, shared.memory.sizes.step_rows)
+                else:
                     first_runner.wrap(vllm, shared)
             self.enable_fused_gdn_spec_decode = self._checked = False
             self._forward_method = self.forward_cuda

@@ -32,6 +32,7 @@ __all__ = [
     "get_forward_context",
     "mamba_hybrid",
     "one_state_per_request",
+    "second_runner_with_the_fault",
     "set_weight_attrs",
     "split_copies",
     "state_of",
@@ -58,5 +59,12 @@ def window_of(layer: Any) -> Float[Tensor, "S C X"]:
 def first_runner_class() -> type:
     """Return the first model runner, which is imported only where it runs."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner
+
+
+def second_runner_with_the_fault() -> type | None:
+    """Return the second model runner if it takes prompts for drafts; see `second_runner`."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return GPUModelRunner

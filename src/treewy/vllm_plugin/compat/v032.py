@@ -34,6 +34,7 @@ __all__ = [
     "get_forward_context",
     "mamba_hybrid",
     "one_state_per_request",
+    "second_runner_with_the_fault",
     "set_weight_attrs",
     "split_copies",
     "state_of",
@@ -65,3 +66,8 @@ def first_runner_class() -> type:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return GPUModelRunner
+
+
+def second_runner_with_the_fault() -> type | None:
+    """Return the second model runner if it takes prompts for drafts; see `second_runner`."""
+    return None
