@@ -71,40 +71,35 @@ def poisoned(worker: Any) -> Callable[[], dict[str, Any]]:
 def boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
     """Return `chains`, in memory that is poisoned once, and beside it how states at block boundaries changed.
 
-    "boundaries" has, for each request of the round, in the order in which they came, how far the states at the ends of its
-    second and third block are from those of the first round, relative, in the Frobenius norm of the worst layer.
+    "boundaries" has, for each of the three requests of a round, how far its states at the ends of its second and third
+    block are from the nearest of the first round: relative, in the Frobenius norm, of the worst layer.
     """
     poison(worker)
     look, runner = chains(worker), worker.model_runner
-    before: list[list[torch.Tensor]] = []
+    first: list[list[torch.Tensor]] = []
 
     def states() -> list[list[torch.Tensor]]:
-        groups = runner.kv_cache_config.kv_cache_groups
-        tables = {
-            name: runner.block_tables.block_tables[i].gpu
-            for i, group in enumerate(groups)
-            for name in group.layer_names
-        }
+        groups = enumerate(runner.kv_cache_config.kv_cache_groups)
+        tables = {name: runner.block_tables.block_tables[i].gpu for i, group in groups for name in group.layer_names}
         layers = runner.model_state.treewy_layers
+        pages = [(layer.kv_cache[1], tables[layer.prefix]) for layer in layers]
+        # Indices are given from the highest down.
         return [
-            [
-                layer.kv_cache[1][tables[layer.prefix][place, block].long()].clone()
-                for block in (1, 2)
-                for layer in layers
-            ]
-            for place in range(3)
+            [state[table[place, block].long()].clone() for block in (1, 2) for state, table in pages]
+            for place in range(runner.max_num_reqs - 3, runner.max_num_reqs)
         ]
 
     def look_at_boundaries() -> dict[str, Any]:
         now = states()
-        before.extend(now if not before else [])
-        off = [
-            max(float((a - b).norm() / b.norm()) for a, b in zip(here, there, strict=True))
-            for here, there in zip(now, before, strict=True)
-        ]
+        first.extend(now if not first else [])
+        off = [min(_distance(here, there) for there in first) for here in now]
         return look() | {"boundaries": off}
 
     return look_at_boundaries
+
+
+def _distance(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(here, there, strict=True))
 
 
 def poison(worker: Any) -> None:

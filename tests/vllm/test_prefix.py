@@ -24,7 +24,14 @@ def talk(folder: str, commit: str) -> Run:
         accepted=[1.0, 1.0, 0.0],
         rounds=[TALKS, follow_up, follow_up, follow_up],
         resets=[RESET],
-        arguments={"enable_prefix_caching": True, "max_model_len": 1024},
+        arguments={
+            "enable_prefix_caching": True,
+            "max_model_len": 1024,
+            # Prompts come in pieces that end at the boundaries.
+            "max_num_batched_tokens": 2 * BLOCK,
+            # Else vLLM keeps states at the end of prompts only.
+            "prefix_cache_retention_interval": None,
+        },
         probe="probes:boundaries",
     )
 
