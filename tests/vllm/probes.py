@@ -71,8 +71,8 @@ def poisoned(worker: Any) -> Callable[[], dict[str, Any]]:
 def boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
     """Return `chains`, in memory that is poisoned once, and beside it how states at block boundaries changed.
 
-    "boundaries" has, for each of the three requests of a round, how far its states at the ends of its second and third
-    block are from the nearest of the first round: relative, in the Frobenius norm, of the worst layer.
+    "boundaries" has, for each of the two requests of a round, how far its state at the end of its second block is from
+    the nearest of the first round: relative, in the Frobenius norm, of the worst layer.
     """
     poison(worker)
     look, runner = chains(worker), worker.model_runner
@@ -85,8 +85,8 @@ def boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
         pages = [(layer.kv_cache[1], tables[layer.prefix]) for layer in layers]
         # Indices are given from the highest down.
         return [
-            [state[table[place, block].long()].clone() for block in (1, 2) for state, table in pages]
-            for place in range(runner.max_num_reqs - 3, runner.max_num_reqs)
+            [state[table[place, 1].long()].clone() for state, table in pages]
+            for place in range(runner.max_num_reqs - 2, runner.max_num_reqs)
         ]
 
     def look_at_boundaries() -> dict[str, Any]:

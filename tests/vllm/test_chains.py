@@ -117,11 +117,8 @@ def test_states_are_what_the_recurrence_says(commit: str, model: Model, execute:
 def test_texts_are_those_without_drafts(commit: str, model: Model, execute: Execute) -> None:
     folder = model("dense")
     expected = execute(undrafted(folder)).rounds[0].outputs
-    if commit == "store_all":
-        got = execute(stock(folder)).rounds[0]
-    else:
-        got = execute(main(folder, commit)).rounds[TEXTS]
-    assert_alike(expected, got.outputs)
+    run, number = (stock(folder), 0) if commit == "store_all" else (main(folder, commit), TEXTS)
+    assert_alike(expected, execute(run).rounds[number].outputs)
 
 
 @pytest.mark.parametrize("commit", POLICIES)

@@ -10,14 +10,15 @@ from engine import Report, Request, Run
 from tolerances import KERNEL_EXACT, VLLM_STATE
 
 BLOCK = 256
-# The ends of the second and third block fall into decoding, three tokens a step: one row, two and three rows of a path
-# lie before the first of them.
-TALKS = [greedy(prompt(70 + i, 500 + i), 280) for i in range(3)]
+# The ends of the second and third block fall into decoding, three tokens a step: the second ends behind the third row of
+# a path, and behind the first of one. Where it ends behind the second vLLM gives the block back before it knows that it
+# is full, with the plugin or without.
+TALKS = [greedy(prompt(70, 500), 280), greedy(prompt(72, 502), 280)]
 TALK, ASKED, AGAIN, RESET = range(4)
 
 
 def talk(folder: str, commit: str) -> Run:
-    follow_up = [Request(prompt=[], sampling=greedy([], 16).sampling, continues=(TALK, i)) for i in range(3)]
+    follow_up = [Request(prompt=[], sampling=greedy([], 16).sampling, continues=(TALK, i)) for i in range(2)]
     return drafting(
         folder,
         commit,
@@ -43,7 +44,7 @@ def test_a_conversation_finds_what_was_decoded(
     """From the end of the second block: vLLM takes one block less than it finds, since its head drafts from the last."""
     rounds = execute(talk(model("dense", remembers=6.0), commit)).rounds
     hits = [served.counters["prefix_cache_hits"] for served in rounds]
-    assert hits == [0, 3 * 2 * BLOCK, 3 * 2 * BLOCK, 0]
+    assert hits == [0, 2 * 2 * BLOCK, 2 * 2 * BLOCK, 0]
     assert {tuple(output.gains[:-1]) for output in rounds[TALK].outputs} == {(1, *[3] * 93)}
     for served in rounds:
         assert served.probed["num_checks"] > 20
