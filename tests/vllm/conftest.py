@@ -41,7 +41,7 @@ def once(folder: Path, key: object, make: Callable[[], Any]) -> Any:
 def model(shared: Path) -> Callable[..., str]:
     """Return a function that writes a model once, as `models.write_model` does, and returns its folder."""
 
-    def get(name: str, *, seed: int = 0, **overrides: object) -> str:
+    def get(name: str, *, seed: int = 0, **overrides: Any) -> str:
         options = json.dumps(overrides, sort_keys=True)
         folder = shared / f"{name}-{seed}-{sha256(options.encode()).hexdigest()[:8]}"
         once(shared, str(folder), lambda: models.write_model(folder, name, seed=seed, **overrides))

@@ -39,12 +39,14 @@ class Request:
         sampling: Arguments of `vllm.SamplingParams`; greedy, 16 tokens and no early end where they say nothing.
         joins: The engine step of its round before which it is added.
         aborts: The engine step before which it is aborted, if any.
+        continues: An earlier round and the place of a request there, whose prompt and output come before this prompt.
     """
 
     prompt: list[int] | str
     sampling: dict[str, Any] = field(default_factory=dict)
     joins: int = 0
     aborts: int | None = None
+    continues: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Run:
     Attributes:
         model: Folder of the checkpoint.
         rounds: The requests of each round. A round ends when all of its requests have.
+        resets: Rounds before which the prefix cache is emptied.
         runner: "v1" as vLLM's CPU build has it, or "v2", its model runner for GPUs, with Triton's interpreter.
         speculative: `speculative_config`; see `mtp`.
         arguments: Further arguments of `vllm.LLM`, over `ARGUMENTS`: `additional_config`, `num_gpu_blocks_override`,
@@ -67,6 +70,7 @@ class Run:
 
     model: str
     rounds: list[list[Request]]
+    resets: list[int] = field(default_factory=list)
     runner: Literal["v1", "v2"] = "v1"
     speculative: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -34,13 +34,14 @@ MIXED, OTHER = 0.5, 0.1
 MIXERS = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight")
 
 
-def write_model(folder: Path, name: str, *, seed: int = 0, **overrides: object) -> Path:
+def write_model(folder: Path, name: str, *, seed: int = 0, remembers: float = 0.0, **overrides: object) -> Path:
     """Write a checkpoint of one of `CONFIGS` and return its folder.
 
     Args:
         folder: Made if it is not there.
         name: "dense" (Qwen3.5), "moe" (Qwen3.5 with experts) or "next" (Qwen3-Next).
         seed: Decides all weights.
+        remembers: Recurrent states forget as slowly as this says, as a logarithm: 0 within few tokens, 6 within hundreds.
         overrides: Entries of the config.
     """
     config = CONFIGS[name] | overrides
@@ -49,6 +50,9 @@ def write_model(folder: Path, name: str, *, seed: int = 0, **overrides: object) 
     text = {key: value for key, value in config.items() if key != "architectures"}
     weights = random_weights(text, seed) if name == "dense" else split_experts(family_weights(text, seed))
     weights = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in _drafting(weights).items()}
+    for key in weights:
+        if key.endswith("A_log"):
+            weights[key] = weights[key] - remembers
     _write_weights(folder, weights, shards=1)
     _write_tokenizer(folder)
     return folder

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
+
 
 def surroundings(worker: Any) -> Callable[[], dict[str, Any]]:
     """Return what a worker runs in.
@@ -38,8 +40,118 @@ def hide_the_plugin() -> None:
     sys.modules["treewy.vllm_plugin"] = None  # pyright: ignore[reportArgumentType]
 
 
-def checked(worker: Any) -> Callable[[], dict[str, Any]]:
-    """Return what the plugin's checker found so far, and the rows that requests keep."""
+def chains(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return what the plugin did since the last call: `Checker.report`, and how many rows each request may keep and does."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     shared = next(layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None)
-    return lambda: shared.checker.report() | {"kept": shared.memory.lengths.tolist()}
+
+    def look() -> dict[str, Any]:
+        checker, memory = shared.checker, shared.memory
+        report = checker.report() | {"lengths": memory.lengths.tolist(), "kept_rows": memory.sizes.kept_rows}
+        checker.num_checks, checker.largest = 0, 0.0
+        return report
+
+    return look
+
+
+def poisoned(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `chains`, which after each round fills all memory that nobody owns then with NaN; the next round meets it.
+
+    Grammars work there, too.
+    """
+    mask_grammars_in_torch()
+    look = chains(worker)
+
+    def look_and_poison() -> dict[str, Any]:
+        poison(worker)
+        return look()
+
+    return look_and_poison
+
+
+def boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `chains`, in memory that is poisoned once, and beside it how states at block boundaries changed.
+
+    "boundaries" has, for each of the two requests of a round, how far its state at the end of its second block is from
+    the nearest of the first round: relative, in the Frobenius norm, of the worst layer.
+    """
+    poison(worker)
+    look, runner = chains(worker), worker.model_runner
+    first: list[list[torch.Tensor]] = []
+
+    def states() -> list[list[torch.Tensor]]:
+        groups = enumerate(runner.kv_cache_config.kv_cache_groups)
+        tables = {name: runner.block_tables.block_tables[i].gpu for i, group in groups for name in group.layer_names}
+        layers = runner.model_state.treewy_layers
+        pages = [(layer.kv_cache[1], tables[layer.prefix]) for layer in layers]
+        # Indices are given from the highest down.
+        return [
+            [state[table[place, 1].long()].clone() for state, table in pages]
+            for place in range(runner.max_num_reqs - 2, runner.max_num_reqs)
+        ]
+
+    def look_at_boundaries() -> dict[str, Any]:
+        now = states()
+        first.extend(now if not first else [])
+        off = [min(_distance(here, there) for there in first) for here in now]
+        return look() | {"boundaries": off}
+
+    return look_at_boundaries
+
+
+def _distance(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(here, there, strict=True))
+
+
+def poison(worker: Any) -> None:
+    """Fill every page but those of vLLM's null block with NaN, and all rows of the plugin, kept ones and a step's."""
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    pages = [part for layer in layers for part in _parts(layer)]
+    # Padding is written there and read from there, by requests that are none.
+    null = [part[0].clone() for part in pages]
+    for storage in {part.untyped_storage().data_ptr(): part.untyped_storage() for part in pages}.values():
+        # Not a number in bfloat16, and twice in a row not one in float32.
+        torch.empty(0, dtype=torch.int16).set_(storage).fill_(0x7FC0)
+    for part, kept in zip(pages, null, strict=True):
+        part[0] = kept
+    memory = worker.model_runner.model_state.treewy.memory
+    for part in (*memory.step, *memory.kept[:4]):
+        part.fill_(float("nan"))
+
+
+def mask_grammars_in_torch() -> None:
+    """Stand in for the one kernel of grammars: Triton's interpreter refuses its masks."""
+    import_module("vllm.v1.worker.gpu.structured_outputs")._apply_grammar_bitmask_kernel = _GrammarMask()
+
+
+class _GrammarMask:
+    """Takes the kernel's arguments."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.apply
+
+    @staticmethod
+    def apply(
+        logits: torch.Tensor,
+        logits_stride: int,
+        places: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        allowed: torch.Tensor,
+        allowed_stride: int,
+        vocab_size: int,
+        *,
+        MASK_STRIDE: int,
+        BLOCK_SIZE: int,
+    ) -> None:
+        """Make tokens impossible whose bits are not set."""
+        tokens = torch.arange(vocab_size)
+        for bits, place in zip(allowed, places.tolist(), strict=True):
+            row, position = divmod(place, MASK_STRIDE)
+            start, end = cu_num_logits[row : row + 2].tolist()
+            if position < end - start:
+                logits[start + position, ((bits[tokens // 32] >> (tokens % 32)) & 1) == 0] = -float("inf")
+
+
+def _parts(layer: Any) -> list[torch.Tensor]:
+    cache = getattr(layer, "kv_cache", ())
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)

@@ -30,7 +30,12 @@ def main(asked: Path, answer: Path) -> None:
     (report["runner"],) = llm.collective_rpc(lambda worker: type(worker.worker.model_runner).__module__)
     report["num_blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     probe = llm.collective_rpc(lambda worker: named(run["probe"])(worker.worker))[0] if run["probe"] else lambda: None
-    report["rounds"] = [serve(llm, number, requests, probe) for number, requests in enumerate(run["rounds"])]
+    report["rounds"] = []
+    for number, requests in enumerate(run["rounds"]):
+        if number in run["resets"]:
+            assert llm.reset_prefix_cache()
+        prompts = [prompt_of(llm, request, run["rounds"], report["rounds"]) for request in requests]
+        report["rounds"].append(serve(llm, number, requests, prompts, probe))
     answer.write_text(json.dumps(report))
 
 
@@ -50,16 +55,29 @@ def named(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def serve(llm: Any, number: int, requests: list[dict[str, Any]], probe: Callable[[], Any]) -> dict[str, Any]:
+def prompt_of(llm: Any, request: dict[str, Any], asked: list[Any], served: list[Any]) -> list[int]:
+    """Return the token ids of a request's prompt, those of the request that it continues among them."""
+    prompt = request["prompt"]
+    tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    if request["continues"] is None:
+        return tokens
+    number, place = request["continues"]
+    before = prompt_of(llm, asked[number][place], asked, served)
+    return before + served[number]["outputs"][place]["tokens"] + tokens
+
+
+def serve(
+    llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[list[int]], probe: Callable[[], Any]
+) -> dict[str, Any]:
     """Serve one round, engine step by engine step, and return it as `engine.Round` has it."""
     before, start = counters(llm), time.monotonic()
     engine, steps = llm.llm_engine, 0
     names = [f"{number}.{place}" for place in range(len(requests))]
     last = {name: {"tokens": [], "text": "", "reason": None, "gains": [], "logprobs": None} for name in names}
     while engine.has_unfinished_requests() or any(request["joins"] >= steps for request in requests):
-        for name, request in zip(names, requests, strict=True):
+        for name, request, prompt in zip(names, requests, prompts, strict=True):
             if request["joins"] == steps:
-                add(llm, name, request)
+                add(llm, name, prompt, request["sampling"])
             if request["aborts"] == steps:
                 engine.abort_request([name])
                 last[name]["reason"] = "abort"
@@ -72,14 +90,15 @@ def serve(llm: Any, number: int, requests: list[dict[str, Any]], probe: Callable
     return {"outputs": outputs, "counters": moved, "steps": steps, "seconds": seconds, "probed": probe()}
 
 
-def add(llm: Any, name: str, request: dict[str, Any]) -> None:
+def add(llm: Any, name: str, prompt: list[int], asked: dict[str, Any]) -> None:
     """Add one request, under a name."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    prompt = request["prompt"]
-    tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | request["sampling"]
-    llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**sampling))
+    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | asked
+    if "structured_outputs" in sampling:
+        sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling))
 
 
 def note(entry: dict[str, Any], output: Any) -> None:

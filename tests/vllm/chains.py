@@ -1,0 +1,76 @@
+"""Requests and comparisons that the tests of chains share."""
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from engine import Output, Report, Request, Run, mtp
+from tolerances import VLLM_LOGPROB, VLLM_NEAR_TIE
+
+POLICIES = ("reconstruct", "ring")
+DRAFTS = 3
+LOGPROBS = 3
+
+
+def drafting(folder: str, commit: str, *, accepted: list[float] | None = None, **options: Any) -> Run:
+    """Return an engine that drafts under a policy, with every commit checked, and without rounds."""
+    ours = {} if commit == "store_all" else {"mamba_state_commit": commit, "check_every": 1}
+    probe = {} if commit == "store_all" else {"probe": "probes:chains"}
+    speculative = mtp(DRAFTS, accepted=accepted, **ours)
+    return Run(**{"model": folder, "rounds": [], "runner": "v2", "speculative": speculative} | probe | options)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Return token ids that repeat nothing on purpose."""
+    return random.Random(seed).choices(range(127), k=length)
+
+
+def greedy(ids: list[int], num_tokens: int, **options: Any) -> Request:
+    """Return a greedy request whose log-probabilities can be compared."""
+    return Request(prompt=ids, sampling={"max_tokens": num_tokens, "logprobs": LOGPROBS}, **options)
+
+
+class Likeness(NamedTuple):
+    """How alike two outputs of one request are.
+
+    Attributes:
+        agreed: Tokens before the first that differs.
+        gap: There, how far the two best tokens of the first output are apart; 0 if none differs.
+        off: The largest difference of the log-probabilities that both give, up to there.
+    """
+
+    agreed: int
+    gap: float
+    off: float
+
+
+def compare(expected: Output, got: Output) -> Likeness:
+    """Compare a request's output with what it should be."""
+    assert expected.logprobs is not None
+    assert got.logprobs is not None
+    assert len(expected.tokens) == len(got.tokens)
+    agreed = next((i for i, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=True)) if a != b), None)
+    both = [
+        abs(there[token] - here[token])
+        for here, there in zip(expected.logprobs[:agreed], got.logprobs[:agreed], strict=True)
+        for token in here.keys() & there.keys()
+    ]
+    if agreed is None:
+        return Likeness(len(expected.tokens), 0.0, max(both))
+    best, second = sorted(expected.logprobs[agreed].values(), reverse=True)[:2]
+    return Likeness(agreed, best - second, max(both, default=0.0))
+
+
+def assert_alike(expected: Sequence[Output], got: Sequence[Output]) -> None:
+    """Check that outputs are equal, but for near-ties, and that at least half of the requests are equal to the end."""
+    likenesses = [compare(*pair) for pair in zip(expected, got, strict=True)]
+    assert max(likeness.gap for likeness in likenesses) <= VLLM_NEAR_TIE, likenesses
+    assert max(likeness.off for likeness in likenesses) <= VLLM_LOGPROB, likenesses
+    whole = [likeness.agreed == len(output.tokens) for likeness, output in zip(likenesses, expected, strict=True)]
+    assert sum(whole) * 2 >= len(whole), likenesses
+
+
+def share_accepted(report: Report, number: int) -> float:
+    """Return the share of a round's drafts that were accepted."""
+    counters = report.rounds[number].counters
+    return counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_draft_tokens"]

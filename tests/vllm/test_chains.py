@@ -1,0 +1,249 @@
+"""Chains in real vLLM, end to end: texts are those without drafts, and states are what the recurrence says.
+
+Requests come and go, are aborted and preempted, and come in pieces; memory that nobody owns is not a number.
+"""
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from chains import DRAFTS, POLICIES, assert_alike, drafting, greedy, prompt, share_accepted
+from openai import OpenAI
+from server import serve
+
+from engine import EngineError, Report, Request, Run, mtp
+from tolerances import KERNEL_EXACT
+
+Model = Callable[..., str]
+Execute = Callable[[Run], Report]
+
+# Rounds of the main engine, by what they are about.
+CROWD, AGAIN, TEXTS, SAMPLED, ABORTED, GRAMMARS = range(6)
+TEXT_REQUESTS = [greedy(prompt(seed, length), 48) for seed, length in enumerate((30, 4, 17, 2, 60, 9))]
+LONG_REQUESTS = [greedy(prompt(10 + seed, 226 + seed), 40) for seed in range(4)]
+# Of the plugin under "ring": 3 layers of 4 x 16 kept rows and 16 of a step, and 4 counts.
+ROW_BYTES = 3 * 80 * 1312 + 4 * 4
+BUDGET = 64
+# Chunks of exactly one token: two whole ones and a token, one whole one and a token.
+PIECES = [greedy(prompt(20, 2 * BUDGET + 1), 12), greedy(prompt(21, BUDGET + 1), 12)]
+# What joins while others decode.
+JOINING = [
+    greedy(prompt(0, 30), 48),
+    greedy(prompt(1, 4), 48),
+    greedy(prompt(22, 2 * BUDGET + 1), 16, joins=6),
+    greedy(prompt(23, 100), 16, joins=9),
+    greedy(prompt(24, 33), 16, joins=10),
+]
+
+
+def crowd() -> list[Request]:
+    """Fifty short requests that join over sixteen steps, of other lengths each.
+
+    No prompt of one token: where such a one runs beside drafts only, vLLM's own CPU kernel gets its window wrong.
+    """
+    draw = random.Random(7)
+    return [
+        greedy(prompt(100 + i, draw.randint(2, 40)), draw.randint(1, 7), joins=draw.randint(0, 16)) for i in range(50)
+    ]
+
+
+def sampled() -> list[Request]:
+    return [
+        Request(prompt=prompt(i, 12), sampling={"max_tokens": 24, "temperature": 0.8, "seed": i, "logprobs": 3})
+        for i in range(4)
+    ]
+
+
+def aborted() -> list[Request]:
+    """Requests that are cut short, and others that take their places at once."""
+    cut = [greedy(prompt(40 + i, 20), 64, aborts=4 + i) for i in range(4)]
+    return cut + [replace(request, joins=4 + i) for i, request in enumerate(TEXT_REQUESTS)]
+
+
+def grammars() -> list[Request]:
+    """Two grammars that allow few tokens, one that allows most, and a request without any beside them."""
+    asked = (
+        {"choice": ["t1t2t3t4t5t6t7t8", "t9t8t7t6t5t4t3t2t1"]},
+        {"regex": r"(t[1-9]){12}"},
+        {"regex": r"(t[0-9][0-9]?){24}"},
+    )
+    sampling = {"max_tokens": 40, "ignore_eos": False}
+    held = [
+        Request(prompt=prompt(50 + i, 8), sampling=sampling | {"structured_outputs": x}) for i, x in enumerate(asked)
+    ]
+    return [*held, greedy(prompt(0, 30), 48)]
+
+
+def main(folder: str, commit: str) -> Run:
+    rounds = [crowd(), crowd(), TEXT_REQUESTS, sampled(), aborted(), grammars()]
+    return drafting(folder, commit, rounds=rounds, probe="probes:poisoned")
+
+
+def undrafted(folder: str) -> Run:
+    """The judge: nothing drafted, blocks and tokens of a step in plenty, another model runner."""
+    return Run(model=folder, rounds=[TEXT_REQUESTS, LONG_REQUESTS, PIECES, JOINING])
+
+
+def stock(folder: str) -> Run:
+    """A state per draft. Here the bytes of the plugin's rows are blocks as well."""
+    arguments = {"kv_cache_memory_bytes": 2**30 + ROW_BYTES}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": ""}
+    return drafting(folder, "store_all", rounds=[TEXT_REQUESTS], arguments=arguments, environment=variables)
+
+
+def cramped(folder: str, commit: str) -> Run:
+    """Prompts come in pieces, and there are too few blocks for four requests that grow."""
+    arguments = {"max_num_batched_tokens": BUDGET, "num_gpu_blocks_override": 13}
+    rounds = [LONG_REQUESTS, *([request] for request in PIECES), JOINING]
+    return drafting(folder, commit, rounds=rounds, arguments=arguments)
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_states_are_what_the_recurrence_says(commit: str, model: Model, execute: Execute) -> None:
+    """Every state that a step reads, against the walk over all accepted rows since the request's prompt."""
+    report = execute(main(model("dense"), commit))
+    for served in report.rounds:
+        assert served.probed["num_checks"] > 20
+        assert served.probed["largest"] <= KERNEL_EXACT
+        assert max(served.probed["lengths"]) <= served.probed["kept_rows"]
+    assert sum(served.probed["num_checks"] for served in report.rounds) > 1000
+    assert 0.3 < share_accepted(report, TEXTS) < 0.9
+
+
+@pytest.mark.parametrize("commit", ["store_all", *POLICIES])
+def test_texts_are_those_without_drafts(commit: str, model: Model, execute: Execute) -> None:
+    folder = model("dense")
+    expected = execute(undrafted(folder)).rounds[0].outputs
+    run, number = (stock(folder), 0) if commit == "store_all" else (main(folder, commit), TEXTS)
+    assert_alike(expected, execute(run).rounds[number].outputs)
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_memory_of_others_is_never_read(commit: str, model: Model, execute: Execute) -> None:
+    """The second crowd meets pages, kept rows and rows of steps that are not numbers, and is served bit for bit alike."""
+    clean, poisoned = (execute(main(model("dense"), commit)).rounds[number] for number in (CROWD, AGAIN))
+    assert len(clean.outputs) == 50
+    assert clean.outputs == poisoned.outputs
+    assert all(math.isfinite(x) for output in poisoned.outputs for place in output.logprobs for x in place.values())
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_places_of_aborted_requests_are_as_new(commit: str, model: Model, execute: Execute) -> None:
+    report = execute(main(model("dense"), commit))
+    outputs = report.rounds[ABORTED].outputs
+    assert {output.reason for output in outputs[:4]} == {"abort"}
+    assert all(0 < len(output.tokens) < 64 for output in outputs[:4])
+    assert_alike(execute(undrafted(model("dense"))).rounds[0].outputs, outputs[4:])
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_grammars_hold(commit: str, model: Model, execute: Execute) -> None:
+    """Drafts that break one are dropped before they are verified, so that requests have rows of all numbers down to one."""
+    report = execute(main(model("dense"), commit))
+    served = report.rounds[GRAMMARS]
+    for request, output in zip(grammars()[:3], served.outputs, strict=False):
+        asked = request.sampling["structured_outputs"]
+        text = output.text.removesuffix("<end>")
+        assert text in asked["choice"] if "choice" in asked else re.fullmatch(asked["regex"], text), text
+        assert output.reason == "stop"
+    assert max(served.outputs[2].gains) > 1
+    assert_alike(report.rounds[TEXTS].outputs[:1], served.outputs[3:])
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_preempted_requests_go_on_as_if_nothing_had_been(commit: str, model: Model, execute: Execute) -> None:
+    served = execute(cramped(model("dense"), commit)).rounds[0]
+    assert served.counters["num_preemptions"] > 0
+    assert served.probed["largest"] <= KERNEL_EXACT
+    assert_alike(execute(undrafted(model("dense"))).rounds[1].outputs, served.outputs)
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_prompts_in_pieces(commit: str, model: Model, execute: Execute) -> None:
+    """Also while others decode, and with pieces of one token, which run as decoding does."""
+    report, judge = execute(cramped(model("dense"), commit)), execute(undrafted(model("dense")))
+    alone = [served.outputs[0] for served in report.rounds[1:3]]
+    assert_alike(judge.rounds[2].outputs, alone)
+    assert_alike(judge.rounds[3].outputs, report.rounds[3].outputs)
+    for served in report.rounds:
+        assert served.probed["num_checks"] > 10
+        assert served.probed["largest"] <= KERNEL_EXACT
+
+
+def test_the_start_up_log_is_vllms_to_the_token(model: Model, execute: Execute) -> None:
+    """What the plugin says of itself is what vLLM says, and what it says of vLLM without it as well."""
+    ours = execute(main(model("dense"), "ring"))
+    said = re.search(r"([\d,]+) KV tokens, ([\d.]+) requests; without treewy ([\d,]+) and ([\d.]+)", ours.log)
+    beside = re.search(r"treewy: ([\d,]+) bytes of rows beside the blocks", ours.log)
+    assert said is not None
+    assert beside is not None
+    assert logged(ours) == (said[1], said[2])
+    assert int(beside[1].replace(",", "")) == ROW_BYTES
+    theirs = execute(stock(model("dense")))
+    assert logged(theirs) == (said[3], said[4])
+    assert ours.num_blocks == theirs.num_blocks == 4096
+
+
+def logged(report: Report) -> tuple[str, str]:
+    """Return what vLLM's log says of its blocks: tokens, and requests of the longest context."""
+    found = re.search(
+        r"KV cache size: ([\d,]+) tokens, Maximum concurrency for 512 tokens per request: ([\d.]+)x", report.log
+    )
+    assert found is not None
+    return found[1], found[2]
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+def test_other_families(name: str, model: Model, execute: Execute) -> None:
+    requests = [greedy(prompt(60 + i, 20), 32) for i in range(2)]
+    (served,) = execute(drafting(model(name), "reconstruct", rounds=[requests])).rounds
+    assert served.probed["num_checks"] > 50
+    assert served.probed["largest"] <= KERNEL_EXACT
+    assert served.counters["spec_decode_num_accepted_tokens"] > 5
+    (judge,) = execute(Run(model=model(name), rounds=[requests])).rounds
+    assert_alike(judge.outputs, served.outputs)
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_the_first_runner(commit: str, model: Model, execute: Execute) -> None:
+    """It names requests and moves them about in its batch: preempted, in pieces, and joining while others decode."""
+    report = execute(replace(cramped(model("dense"), commit), runner="v1"))
+    judge = execute(undrafted(model("dense")))
+    assert "gpu_model_runner" in report.runner or "cpu_model_runner" in report.runner
+    assert report.rounds[0].counters["num_preemptions"] > 0
+    for served in report.rounds:
+        assert served.probed["num_checks"] > 10
+        assert served.probed["largest"] <= KERNEL_EXACT
+    alone = [served.outputs[0] for served in report.rounds[1:3]]
+    for expected, got in zip(
+        judge.rounds[1:], (report.rounds[0].outputs, alone, report.rounds[3].outputs), strict=True
+    ):
+        assert_alike(expected.outputs, got)
+    assert share_accepted(report, 0) > 0.2
+
+
+def test_what_the_first_runner_cannot_is_refused_by_name(model: Model, execute: Execute) -> None:
+    """In the process that a user starts, before a model is loaded."""
+    with pytest.raises(EngineError) as caught:
+        execute(
+            replace(drafting(model("dense"), "reconstruct", arguments={"enable_prefix_caching": True}), runner="v1")
+        )
+    assert "needs vLLM's Model Runner V2; this configuration runs on V1" in str(caught.value)
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in str(caught.value)
+    assert "Loading weights took" not in caught.value.log
+
+
+def test_the_server_takes_the_option(model: Model, execute: Execute) -> None:
+    """From the command line to the worker, a process of its own; the texts are the engine's."""
+    request = TEXT_REQUESTS[0]
+    run = Run(model=model("dense"), runner="v2", rounds=[], speculative=mtp(DRAFTS, mamba_state_commit="reconstruct"))
+    with serve(run) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        options = {"model": run.model, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        completed = client.completions.create(prompt=request.prompt, max_tokens=48, **options)
+        metrics, log = server.metrics(), server.log.read_text()
+    assert completed.choices[0].text == execute(main(run.model, "reconstruct")).rounds[TEXTS].outputs[0].text
+    assert 0 < metrics["spec_decode_num_accepted_tokens_total"] < metrics["spec_decode_num_draft_tokens_total"]
+    assert re.search(r"VllmWorker.*treewy: reconstruct, 3 drafts: a request takes 1 block", log)

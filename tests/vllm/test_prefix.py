@@ -1,0 +1,67 @@
+"""Prefix caching in real vLLM: what was decoded is found again, and its states are those of a prompt of the same tokens."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from chains import POLICIES, assert_alike, drafting, greedy, prompt
+
+from engine import Report, Request, Run
+from tolerances import KERNEL_EXACT, VLLM_STATE
+
+BLOCK = 256
+# The ends of the second and third block fall into decoding, three tokens a step: the second ends behind the third row of
+# a path, and behind the first of one. Where it ends behind the second vLLM gives the block back before it knows that it
+# is full, with the plugin or without.
+TALKS = [greedy(prompt(70, 500), 280), greedy(prompt(72, 502), 280)]
+TALK, ASKED, AGAIN, RESET = range(4)
+
+
+def talk(folder: str, commit: str) -> Run:
+    follow_up = [Request(prompt=[], sampling=greedy([], 16).sampling, continues=(TALK, i)) for i in range(2)]
+    return drafting(
+        folder,
+        commit,
+        accepted=[1.0, 1.0, 0.0],
+        rounds=[TALKS, follow_up, follow_up, follow_up],
+        resets=[RESET],
+        arguments={
+            "enable_prefix_caching": True,
+            "max_model_len": 1024,
+            # Prompts come in pieces that end at the boundaries.
+            "max_num_batched_tokens": 2 * BLOCK,
+            # Else vLLM keeps states at the end of prompts only.
+            "prefix_cache_retention_interval": None,
+        },
+        probe="probes:boundaries",
+    )
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_a_conversation_finds_what_was_decoded(
+    commit: str, model: Callable[..., str], execute: Callable[[Run], Report]
+) -> None:
+    """From the end of the second block: vLLM takes one block less than it finds, since its head drafts from the last."""
+    rounds = execute(talk(model("dense", remembers=6.0), commit)).rounds
+    hits = [served.counters["prefix_cache_hits"] for served in rounds]
+    assert hits == [0, 2 * 2 * BLOCK, 2 * 2 * BLOCK, 0]
+    assert {tuple(output.gains) for output in rounds[TALK].outputs} == {(1, *[3] * 93)}
+    for served in rounds:
+        assert served.probed["num_checks"] > 20
+        assert served.probed["largest"] <= KERNEL_EXACT
+    logprobs = [
+        x for served in rounds for output in served.outputs for place in output.logprobs for x in place.values()
+    ]
+    assert all(map(math.isfinite, logprobs))
+    for number in (ASKED, AGAIN):
+        assert_alike(rounds[RESET].outputs, rounds[number].outputs)
+
+
+@pytest.mark.parametrize("commit", POLICIES)
+def test_states_at_boundaries_are_those_of_a_prompt(
+    commit: str, model: Callable[..., str], execute: Callable[[Run], Report]
+) -> None:
+    """Rebuilt from the page and kept rows while decoding, against vLLM's own chunked kernel after the cache was emptied."""
+    rounds = execute(talk(model("dense", remembers=6.0), commit)).rounds
+    off = rounds[RESET].probed["boundaries"]
+    assert 0 < max(off) <= VLLM_STATE
