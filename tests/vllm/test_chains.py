@@ -214,8 +214,11 @@ def test_other_families(name: str, model: Model, execute: Execute) -> None:
 @pytest.mark.parametrize("commit", POLICIES)
 def test_the_first_runner(commit: str, model: Model, execute: Execute) -> None:
     """It names requests and moves them about in its batch: preempted, in pieces, and joining while others decode."""
-    report = execute(replace(cramped(model("dense"), commit), runner="v1"))
-    judge = execute(undrafted(model("dense")))
+    folder = model("dense")
+    both = cramped(folder, commit), trickling(folder, commit)
+    rounds, arguments = (both[0].rounds + both[1].rounds, both[0].arguments | both[1].arguments)
+    report = execute(drafting(folder, commit, runner="v1", rounds=rounds, arguments=arguments))
+    judge = execute(undrafted(folder))
     assert "gpu_model_runner" in report.runner or "cpu_model_runner" in report.runner
     assert report.rounds[0].counters["num_preemptions"] > 0
     for served in report.rounds:
