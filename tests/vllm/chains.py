@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from engine import Output, Report, Request, Run, mtp
+from engine import Output, Request, Run, mtp
 from tolerances import VLLM_LOGPROB, VLLM_NEAR_TIE
 
 POLICIES = ("reconstruct", "ring")
@@ -68,9 +68,3 @@ def assert_alike(expected: Sequence[Output], got: Sequence[Output]) -> None:
     assert max(likeness.off for likeness in likenesses) <= VLLM_LOGPROB, likenesses
     whole = [likeness.agreed == len(output.tokens) for likeness, output in zip(likenesses, expected, strict=True)]
     assert sum(whole) * 2 >= len(whole), likenesses
-
-
-def share_accepted(report: Report, number: int) -> float:
-    """Return the share of a round's drafts that were accepted."""
-    counters = report.rounds[number].counters
-    return counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_draft_tokens"]

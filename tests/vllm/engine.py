@@ -65,7 +65,7 @@ class Run:
         prepare: "module:function" names, called without arguments in the process before vLLM is imported.
         probe: "module:function", called with the worker when the engine stands. It returns a function of no arguments;
             that is called after every round, and what it returns is the round's `probed`, by way of JSON.
-        environment: Variables over `ENVIRONMENT`.
+        environment: Variables over `ENVIRONMENT`; None takes one away.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Run:
     plugin: bool = True
     prepare: list[str] = field(default_factory=list)
     probe: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | None] = field(default_factory=dict)
 
 
 class Output(NamedTuple):
@@ -179,7 +179,8 @@ def environment(run: Run) -> dict[str, str]:
         variables["TRITON_INTERPRET"] = "1"
     if not run.plugin:
         variables["VLLM_PLUGINS"] = ""
-    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | run.environment
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {name: value for name, value in (variables | run.environment).items() if value is not None}
 
 
 def execute(run: Run, *, timeout: float = 300) -> Report:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from chains import DRAFTS, POLICIES, assert_alike, drafting, greedy, prompt, share_accepted
+from chains import DRAFTS, POLICIES, assert_alike, drafting, greedy, prompt
 from openai import OpenAI
 from server import serve
 
@@ -90,7 +90,7 @@ def undrafted(folder: str) -> Run:
 def stock(folder: str) -> Run:
     """A state per draft. Here the bytes of the plugin's rows are blocks as well."""
     arguments = {"kv_cache_memory_bytes": 2**30 + ROW_BYTES}
-    variables = {"VLLM_CPU_KVCACHE_SPACE": ""}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": None}
     return drafting(folder, "store_all", rounds=[TEXT_REQUESTS], arguments=arguments, environment=variables)
 
 
@@ -114,7 +114,13 @@ def test_states_are_what_the_recurrence_says(commit: str, model: Model, execute:
         assert served.probed["largest"] <= KERNEL_EXACT
         assert max(served.probed["lengths"]) <= served.probed["kept_rows"]
     assert sum(served.probed["num_checks"] for served in report.rounds) > 1000
-    assert 0.3 < share_accepted(report, TEXTS) < 0.9
+    # Some steps accept nothing and some much.
+    counters = report.rounds[TEXTS].counters
+    by_depth = [
+        count / counters["spec_decode_num_drafts"] for count in counters["spec_decode_num_accepted_tokens_per_pos"]
+    ]
+    assert 0.9 > by_depth[0] > 0.3
+    assert by_depth[0] > by_depth[1] > by_depth[2] > 0
 
 
 @pytest.mark.parametrize("commit", ["store_all", *POLICIES])
@@ -188,7 +194,7 @@ def test_the_start_up_log_is_vllms_to_the_token(model: Model, execute: Execute) 
     assert int(beside[1].replace(",", "")) == ROW_BYTES
     theirs = execute(stock(model("dense")))
     assert logged(theirs) == (said[3], said[4])
-    assert ours.num_blocks == theirs.num_blocks == 4096
+    assert (ours.num_blocks, theirs.num_blocks) == (4096, 4097)
 
 
 def logged(report: Report) -> tuple[str, str]:
@@ -249,4 +255,4 @@ def test_the_server_takes_the_option(model: Model, execute: Execute) -> None:
         metrics, log = server.metrics(), server.log.read_text()
     assert completed.choices[0].text == execute(main(run.model, "reconstruct")).rounds[TEXTS].outputs[0].text
     assert 0 < metrics["spec_decode_num_accepted_tokens_total"] < metrics["spec_decode_num_draft_tokens_total"]
-    assert re.search(r"VllmWorker.*treewy: reconstruct, 3 drafts: a request takes 1 block", log)
+    assert re.search(r"Worker.*treewy: reconstruct, 3 drafts: a request takes 1 block", log)
