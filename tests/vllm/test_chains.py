@@ -231,7 +231,8 @@ def test_the_first_runner(commit: str, model: Model, execute: Execute) -> None:
     alone = [served.outputs[0] for served in rounds[1:3]]
     for expected, got in zip(judge.rounds[1:], (rounds[0].outputs, alone, rounds[3].outputs), strict=True):
         assert_alike(expected.outputs, got)
-    assert share_accepted(reports[0], 0) > 0.1
+    counters = rounds[0].counters
+    assert counters["spec_decode_num_accepted_tokens"] > 0.1 * counters["spec_decode_num_draft_tokens"]
 
 
 def test_what_the_first_runner_cannot_is_refused_by_name(model: Model, execute: Execute) -> None:
