@@ -1,5 +1,6 @@
 """The Gated DeltaNet layer of vLLM's models, verifying in closed form from one committed state per request."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -116,18 +117,29 @@ def layer_class(vllm: ModuleType) -> type:
 
         def _mixed(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             metadata = all_metadata[self.prefix]
-            for rows, run in ((metadata.spec_token_indx, True), (metadata.non_spec_token_indx, False)):
-                x, own_b, own_a = (part.index_select(0, rows) for part in (mixed_qkv, b, a))
+            parts, lead = (mixed_qkv, b, a), metadata.leading_rows
+            if lead is not None:
+                # vLLM puts requests that decode first: nothing is copied.
+                end = lead + metadata.rest.num_actual_tokens
+                self._drafted(metadata, *(part[:lead] for part in parts), core_attn_out[:lead])
+                self._others(all_metadata, *(part[lead:end] for part in parts), core_attn_out[lead:end])
+                return
+            for rows, run in (
+                (metadata.spec_token_indx, partial(self._drafted, metadata)),
+                (metadata.non_spec_token_indx, partial(self._others, all_metadata)),
+            ):
                 out = torch.zeros_like(core_attn_out[: len(rows)])
-                if run:
-                    self._drafted(metadata, x, own_b, own_a, out)
-                else:
-                    all_metadata[self.prefix] = metadata.rest
-                    try:
-                        self._undrafted(x, own_b, own_a, out)
-                    finally:
-                        all_metadata[self.prefix] = metadata
+                run(*(part.index_select(0, rows) for part in parts), out)
                 core_attn_out.index_copy_(0, rows.long(), out)
+
+        def _others(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            """Run rows that are no drafts, as if they were a batch of their own."""
+            metadata = all_metadata[self.prefix]
+            all_metadata[self.prefix] = metadata.rest
+            try:
+                self._undrafted(mixed_qkv, b, a, core_attn_out)
+            finally:
+                all_metadata[self.prefix] = metadata
 
         def _drafted(self, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             shared, tables = self.treewy, metadata.treewy

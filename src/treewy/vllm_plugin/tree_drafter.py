@@ -137,6 +137,8 @@ def drafter_class(vllm: ModuleType) -> type:
             if trees.accepted is not None:
                 trees.unshift_positions(input_batch.positions)
                 trees.gather_paths(input_batch.input_ids, last_hidden_states)
+            if "num_speculative_tokens" in kwargs:
+                kwargs["num_speculative_tokens"] = 1
             with self._one_step():
                 super().propose(*given, *args, **kwargs)
             self._draft_levels(input_batch.num_reqs, attn_metadata)
