@@ -174,6 +174,34 @@ class TestInert:
         nothing = operands(backend, [], max_rows=0)
         assert run(backend, nothing, []).shape == (0, 6)
 
+    def test_tables_of_more_than_there_is(self):
+        """Kernels cannot refuse what only the device knows: they neither read past the rows nor write past the window."""
+        x, window, weight, bias, accepted, tree = operands("triton", [SHAPES["chain 3"]], layout="spread", max_rows=6)
+        rows = torch.cat([x, torch.full_like(x, torch.nan)])[:4]
+        cu_rows = torch.tensor([0, 8], dtype=torch.int32, device=x.device)
+        old, pages = window.clone(), window._base
+        tables = tree._replace(cu_rows=cu_rows, max_rows=2)
+        run("triton", (rows, window[:, :, :5], weight, bias, accepted, tables), [1])
+        assert torch.equal(window[1, :, :2], old[1, :, 1:3])
+        assert torch.equal(window[1, :, 2:5], x[:3].T)
+        assert torch.equal(window[1, :, 5:], old[1, :, 5:])
+        run("triton", (rows, window, weight, bias, accepted, tables), [1])
+        assert torch.equal(window[1, :, 2:6], x.T)
+        assert torch.equal(window[1, :, 6:], old[1, :, 6:])
+        assert pages[:, 0].isnan().all()
+        assert pages[:, -1].isnan().all()
+
+    @every_backend
+    @pytest.mark.parametrize(("given", "taken"), [(-5, 1), (0, 1), (13, 12), (2**30, 12)])
+    def test_counts_that_no_step_accepts(self, backend, given, taken):
+        """The window's ends bound what is read."""
+        outputs = []
+        for count in (given, taken):
+            values = operands(backend, BATCH)
+            values[4][1] = count
+            outputs.append((run(backend, values, [3, 2, 1]), values[1]))
+        assert all(map(torch.equal, *outputs))
+
 
 class TestCompaction:
     @every_backend
@@ -297,7 +325,9 @@ def _cases() -> list[Case]:
 
 
 def test_kernels_compile():
-    """For every generation of GPUs, within shared memory, and nothing spills."""
-    compiled = compile_all(_cases())
-    assert len(compiled) == 4 * len(ARCHS)
+    """For every generation of GPUs, within shared memory, nothing spills, and channels side by side go 16 bytes at a time."""
+    cases = _cases()
+    compiled = compile_all(cases)
+    assert len(compiled) == len(cases) * len(ARCHS)
     assert not [one for one in compiled if one.shared > SHARED_LIMIT or one.stack > 0]
+    assert min(one.wide_loads for one in compiled[: 2 * len(ARCHS)]) >= 2

@@ -123,11 +123,11 @@ def gather_columns(
     slot = tl.load(p_slots + i_layer * stride_slots_layer + i_seq * stride_slots).to(tl.int64)
     length = tl.minimum(tl.load(p_lengths + i_seq * stride_lengths).to(tl.int32), num_places)
     if (slot >= 0) & (slot < num_slots) & (length > 1):
-        address = tl.load(p_addresses + i_layer)
+        p_layer = tl.load(p_addresses + i_layer).to(tl.pointer_type(DTYPE))
         if ALIGNED:
-            address = tl.multiple_of(address, 16)
+            p_layer = tl.multiple_of(p_layer, 16)
         o_channel = (tl.program_id(0) * BC + tl.arange(0, BC)).to(tl.int64)[None, :]
-        p_window = address.to(tl.pointer_type(DTYPE)) + slot * stride_window_slot
+        p_window = p_layer + slot * stride_window_slot
         p_rows = p_window + OLDER * stride_window_column + o_channel * stride_window_channel
         for first in range(1, length, BP):
             o_place = first + tl.arange(0, BP)
