@@ -51,7 +51,7 @@ def tree_conv(
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, "C"] | None,
     slots: Int[Tensor, "B"],
-    num_accepted: Int[Tensor, "accepted"],
+    num_accepted: Int[Tensor, "R"],
     tree: TreeTables,
     *,
     backend: str | None = None,

@@ -40,7 +40,7 @@ class WindowTable:
             )
         self.windows = tuple(windows)
         addresses = [one.data_ptr() for one in windows]
-        self.addresses: Int[Tensor, "L"] = torch.tensor(addresses, dtype=torch.int64, device=windows[0].device)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=windows[0].device)
         self.aligned = all(address % 16 == 0 for address in addresses)
 
 
@@ -77,7 +77,7 @@ def compact_windows(
 def roll_windows(
     window: Float[Tensor, "S C X"],
     slots: Int[Tensor, "B"],
-    num_accepted: Int[Tensor, "accepted"],
+    num_accepted: Int[Tensor, "R"],
     x: Float[Tensor, "N C"],
     tree: TreeTables,
     width: int,
