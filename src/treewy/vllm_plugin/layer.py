@@ -12,6 +12,7 @@ from treewy.packed import PathTables
 from treewy.shapes import Float, Tensor
 from treewy.vllm_plugin import first_runner, second_runner, tree_attention
 from treewy.vllm_plugin.check import Checker
+from treewy.vllm_plugin.conv import tree_conv
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
 from treewy.vllm_plugin.options import Options, options_of
@@ -19,7 +20,6 @@ from treewy.vllm_plugin.refusals import refuse
 from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.step import Step, Tables
 from treewy.vllm_plugin.trees import Trees
-from treewy.vllm_plugin.conv import tree_conv
 
 
 class Shared(NamedTuple):
@@ -31,6 +31,11 @@ class Shared(NamedTuple):
     backend: str
     checker: Checker | None
     trees: Trees | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the rule keeps float32's accuracy: trees have many rows, and their states would lose digits to bfloat16."""
+        return self.trees is not None and self.memory.sizes.u_dtype == torch.float32
 
     def finish(self, num_sampled: Tensor) -> PathTables | None:
         """Keep what the step accepted, and return the paths, packed; None if nothing verified."""
@@ -117,19 +122,19 @@ def layer_class(vllm: ModuleType) -> type:
 
         def _mixed(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             metadata = all_metadata[self.prefix]
-            parts, lead = (mixed_qkv, b, a), metadata.leading_rows
+            lead = metadata.leading_rows
             if lead is not None:
                 # vLLM puts requests that decode first: nothing is copied.
-                end = lead + metadata.rest.num_actual_tokens
-                self._drafted(metadata, *(part[:lead] for part in parts), core_attn_out[:lead])
-                self._others(all_metadata, *(part[lead:end] for part in parts), core_attn_out[lead:end])
+                rest = slice(lead, lead + metadata.rest.num_actual_tokens)
+                self._drafted(metadata, mixed_qkv[:lead], b[:lead], a[:lead], core_attn_out[:lead])
+                self._others(all_metadata, mixed_qkv[rest], b[rest], a[rest], core_attn_out[rest])
                 return
             for rows, run in (
                 (metadata.spec_token_indx, partial(self._drafted, metadata)),
                 (metadata.non_spec_token_indx, partial(self._others, all_metadata)),
             ):
                 out = torch.zeros_like(core_attn_out[: len(rows)])
-                run(*(part.index_select(0, rows) for part in parts), out)
+                run(mixed_qkv.index_select(0, rows), b.index_select(0, rows), a.index_select(0, rows), out)
                 core_attn_out.index_copy_(0, rows.long(), out)
 
         def _others(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
@@ -172,6 +177,7 @@ def layer_class(vllm: ModuleType) -> type:
                 )
             # Shapes and buffers are the same ever after, but for the number of rows.
             given = {"prior": prior, "out": out, "backend": shared.backend, "checked": self._checked}
+            given["exact"] = shared.exact
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, **given)
             self._checked = True
 

@@ -13,7 +13,6 @@ from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted, dummies
 from treewy.vllm_plugin.tree_sampler import needs_root_alone, sampler_class
-from treewy.vllm_plugin.trees import Trees
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -112,14 +111,14 @@ def model_state_class(vllm: ModuleType) -> type:
             if self.treewy is not None:
                 path = self.treewy.finish(num_sampled)
                 if path is not None and self.treewy.trees is not None:
-                    self._compact(self.treewy.trees, path)
+                    self._compact(self.treewy, path)
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
 
-        def _compact(self, trees: Trees, path: PathTables) -> None:
+        def _compact(self, shared: Any, path: PathTables) -> None:
             """Move what the accepted rows wrote to where a chain's rows would have."""
             if self._compaction is None:
                 self._compaction = Compaction(vllm, self.vllm_config, self.treewy_layers)
-            requests = self.treewy.step.requests[: len(path.lengths)].long()
+            trees, requests = shared.trees, shared.step.requests[: len(path.lengths)].long()
             rows = torch.arange(len(requests), device=requests.device) if trees.batch is None else trees.batch
             self._compaction.run(trees, path, self._pages(rows, requests))
 

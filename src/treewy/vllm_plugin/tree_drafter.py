@@ -39,7 +39,9 @@ class Levels:
         self.num_levels, self.num_requests = tree.max_depth, num_requests
         self.parents = torch.tensor(tree.parents[1:], device=device)
         self.depth = torch.from_numpy(tree.depth[1:].copy()).to(device)
-        self.widths = [len(tree.children(0 if depth == 0 else self.ends[depth - 1] - 1)) for depth in range(self.num_levels)]
+        self.widths = [
+            len(tree.children(0 if depth == 0 else self.ends[depth - 1] - 1)) for depth in range(self.num_levels)
+        ]
         self._tables = [self._level(tree, end - 1, device) for end in self.ends[:-1]]
 
     def rows_above(self, level: int) -> int:

@@ -97,11 +97,13 @@ def sampler_class(vllm: ModuleType) -> type:
             )
 
         def _drafts(self, batch: Any) -> Int[Tensor, "N"]:
-            """Return the token of each row, -1 where it may not be accepted: there its request's prompt goes on, or see `alone`."""
+            """Return the token of each row, -1 where it may not be accepted: in a prompt, and see `alone`."""
             requests, local = batch.expanded_idx_mapping.long(), batch.expanded_local_pos
             roots = batch.positions[batch.logits_indices - local]
             in_prompt = (local > 0) & (roots < self.sampler.req_states.prefill_len.gpu[requests])
-            return torch.where(in_prompt | self.alone[requests], -1, batch.input_ids[batch.logits_indices]).to(torch.int32)
+            return torch.where(in_prompt | self.alone[requests], -1, batch.input_ids[batch.logits_indices]).to(
+                torch.int32
+            )
 
         def _choose(
             self, logits: Tensor, batch: Any, drafts: Tensor, positions: Tensor, keeps: bool
@@ -189,9 +191,7 @@ class Synthetic:
         self._chances = torch.from_numpy(chances).to(device)
         self._generator = torch.Generator(device=device).manual_seed(0)
 
-    def override(
-        self, tables: TreeTables, drafts: Int[Tensor, "N"], choices: Int[Tensor, "N"]
-    ) -> Int[Tensor, "N"]:
+    def override(self, tables: TreeTables, drafts: Int[Tensor, "N"], choices: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the choices as chance has them: a child's token, or one that no child has.
 
         Args:
@@ -227,7 +227,7 @@ def walk(tables: TreeTables, drafts: Tensor, choices: Tensor, max_path: int, bac
     return Walked(out.tokens, out.path.lengths.clone(), path)
 
 
-def chunks(bounds: Int[np.ndarray, "X1"], most: int) -> list[tuple[int, int]]:
+def chunks(bounds: Int[np.ndarray, "X"], most: int) -> list[tuple[int, int]]:
     """Return ranges of requests whose rows are at most `most` together, or those of one request."""
     ranges, start = [], 0
     while start < len(bounds) - 1:

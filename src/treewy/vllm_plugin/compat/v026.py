@@ -62,6 +62,4 @@ def sample(
     use_fp64: bool,
 ) -> Int[Tensor, "N"]:
     """Return a token of each row's law, from numbers that its request's seed and its position decide."""
-    return gumbel_sample(
-        logits, requests, temperature, seeds, positions, apply_temperature=False, use_fp64=use_fp64
-    )
+    return gumbel_sample(logits, requests, temperature, seeds, positions, apply_temperature=False, use_fp64=use_fp64)

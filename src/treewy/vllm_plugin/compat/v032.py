@@ -12,7 +12,7 @@ from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.compat import common
 from treewy.vllm_plugin.compat.common import *  # noqa: F403  (all of it is this version's too)
 
-__all__ = [*common.__all__, "cpu_core"]
+__all__ = ["cpu_core", *common.__all__]  # noqa: PLE0604  (they are strings)
 
 
 def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
