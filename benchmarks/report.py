@@ -226,9 +226,9 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
     first = next(entry["line"] for entry in lines if "benchmark" in entry["line"])
     given, environment = first["options"], first["environment"]
     title = (
-        f"vLLM {environment['versions']['vllm']} engines in turn, each process its own, {given['utilisation']} of the memory, prompts "
-        f"of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at {environment['sha'][:8]}: medians "
-        "(ranges) over rounds, ratios of medians.\n\n"
+        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {given['utilisation']} of the memory, "
+        f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
+        f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians.\n\n"
     )
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in vllm_pairs.table(lines))
     return f"{title}{_head(vllm_pairs.COLUMNS)}{rows}\n"

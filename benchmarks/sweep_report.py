@@ -33,7 +33,7 @@ COLUMNS = (
     "tokens a step",
 )
 SUMMARY = ("engine", "points", "tokens/s", "p99 TTFT, x sooner", "TPOT, x faster")
-# The paper's own figures over vLLM's snapshots, as its section 5.2 has them; its TPOT is a mean.
+# The paper's own figures over vLLM's snapshots (arXiv 2608.20961, section 5).
 PAPER = {
     "memory-bound": ("the paper, 35B, one B200", "31 of 105", "1.15", "2.94", "0.83"),
     "ample": ("the paper, 35B, one B200", "74 of 105", "within some percent", "within some percent", "0.97 to 0.99"),

@@ -81,7 +81,7 @@ def label(engine: str) -> str:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of one row per engine and number of requests: medians and ranges over all rounds, and ratios of medians."""
+    """Return the cells of a row per engine and number of requests: medians and ranges over all rounds, ratios of medians."""
     rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
     processes: dict[tuple[int, str], int] = {}
     for entry in lines:

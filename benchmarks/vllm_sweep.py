@@ -80,6 +80,8 @@ def options() -> argparse.Namespace:
         given.concurrency = given.concurrency or [1, 8, 32, 128, 256]
     elif given.rate is None:
         parser.error("--arrivals poisson needs --rate, as in --rate 2 8 32")
+    if min(given.concurrency or given.rate) <= 0:
+        parser.error(f"--concurrency and --rate must be above 0; got {min(given.concurrency or given.rate):g}")
     if max(given.concurrency or [1]) > given.max_num_seqs:
         parser.error(f"--concurrency goes up to --max-num-seqs {given.max_num_seqs}; got {max(given.concurrency)}")
     return given

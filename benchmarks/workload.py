@@ -55,7 +55,7 @@ def mix(name: str, longest: int) -> Mix:
             18566); the shape is ours.
         longest: The model's longest context.
     """
-    return {"sharegpt": Mix((85, 1.4), (120, 1.0), longest)}[name]
+    return {"sharegpt": Mix((93, 1.4), (120, 1.0), longest)}[name]
 
 
 def poisson(rate: float, random: np.random.Generator) -> Iterator[float]:
