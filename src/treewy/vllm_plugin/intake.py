@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from treewy.errors import RequestError
-from treewy.vllm_plugin import compat, versions
+from treewy.vllm_plugin import compat, scrape, versions
 from treewy.vllm_plugin.options import KEYS, SECTION, options_of, parse
 from treewy.vllm_plugin.refusals import check_tree_size, refuse
 
@@ -94,6 +94,9 @@ def _refusing(create: Callable) -> Callable:
         if options.active:
             versions.check(on_cpu=compat.platform() == "cpu")
             refuse(config, options)
+            scrape.show(options, config.speculative_config.num_speculative_tokens)
+        else:
+            scrape.hide()
         return config
 
     return create_engine_config

@@ -202,7 +202,9 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
     device = layer.A_log.device
     memory, backend = Memory(sizes, device), _backend(sizes, device)
     checker = Checker(options.check_every) if options.check_every else None
-    return Shared(options, memory, Step(memory, "eager" if backend == "eager" else "triton"), backend, checker)
+    step = Step(memory, "eager" if backend == "eager" else "triton")
+    step.counts.logs = layer.tp_rank == 0  # the others would say the same
+    return Shared(options, memory, step, backend, checker)
 
 
 def _num_layers(vllm_config: Any) -> int:

@@ -78,7 +78,7 @@ def model_state_class(vllm: ModuleType) -> type:
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
-                self.treewy.step.begin(drafted, num_seqs, num_rows)
+                self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full)
                 if self.boundaries is not None:
                     self.boundaries.begin(drafted, input_batch.num_computed_tokens_np, self._tables)
             return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
