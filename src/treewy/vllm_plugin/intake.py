@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from treewy.errors import RequestError
-from treewy.vllm_plugin import compat, versions
+from treewy.vllm_plugin import compat, scrape, versions
 from treewy.vllm_plugin.options import KEYS, SECTION, options_of, parse
 from treewy.vllm_plugin.refusals import check_tree_size, refuse
 from treewy.vllm_plugin.tree_config import asked_sizes, prepare
@@ -86,6 +86,9 @@ def _taking_options(create: Callable) -> Callable:
             refuse(config, options)
             if options.widths is not None:
                 prepare(config, options, asked_sizes(self))
+            scrape.show(options, config.speculative_config.num_speculative_tokens)
+        else:
+            scrape.hide()
         return config
 
     setattr(create_engine_config, MARK, True)

@@ -244,6 +244,7 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
     checker = Checker(options.check_every) if options.check_every else None
     tree = options.tree(rows - 1)
     step = Step(memory, "eager" if backend == "eager" else "triton", tree)
+    step.counts.logs = layer.tp_rank == 0  # the others would say the same
     return Shared(
         options, memory, step, backend, checker, None if options.widths is None else Trees(tree, requests, device)
     )

@@ -85,7 +85,7 @@ def model_state_class(vllm: ModuleType) -> type:
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
-                self.treewy.step.begin(drafted, num_seqs, num_rows)
+                self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full)
                 if self.treewy.trees is not None:
                     self.treewy.trees.begin(drafted, self.treewy.step.tables, input_batch)
                 if self.boundaries is not None:

@@ -14,6 +14,7 @@ from treewy.ops import tree as trees
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Int, Tensor
 from treewy.tree import DraftTree
+from treewy.vllm_plugin.counts import Counts
 from treewy.vllm_plugin.memory import Memory
 
 
@@ -75,6 +76,7 @@ class Step:
         tables: Of the running step; None between steps.
         accepted: Per request, the rows that it accepted in its last step; 1 before its first.
         num_accepted: The same for each request of the engine's batch, where vLLM's own counts cannot be had.
+        counts: What was counted of all steps.
     """
 
     def __init__(self, memory: Memory, backend: str | None = None, tree: DraftTree | None = None) -> None:
@@ -96,6 +98,7 @@ class Step:
         self.accepted: Int[Tensor, "R"] = torch.ones(seqs, **options)
         self.num_accepted: Int[Tensor, "X"] | None = None
         self.tables: Tables | None = None
+        self.counts, self._full_graph = Counts(sizes, device), False
 
     @property
     def requests(self) -> Int[Tensor, "R"]:
@@ -108,17 +111,18 @@ class Step:
         of_trees = self._buffers._asdict()
         del of_trees["max_rows"]
         constants = {"none": self._none, "largest": self._largest, "along": self._along, "starts": self._starts}
-        return {"lengths": self.memory.lengths, "accepted": self.accepted} | constants | of_trees
+        return {"lengths": self.memory.lengths, "accepted": self.accepted} | constants | of_trees | self.counts.lasting
 
-    def begin(self, drafted: Drafted, num_seqs: int, num_rows: int) -> None:
+    def begin(self, drafted: Drafted, num_seqs: int, num_rows: int, *, full_graph: bool = False) -> None:
         """Write the tables of a step.
 
         Args:
             drafted: The requests whose rows are verified.
             num_seqs: Sequences to make tables for: theirs, or more where a captured graph has more (they are inert).
             num_rows: Rows likewise.
+            full_graph: Whether the step replays a captured graph of whole steps.
         """
-        self.drafted, count = drafted, len(drafted.requests)
+        self.drafted, self._full_graph, count = drafted, full_graph, len(drafted.requests)
         places, fold = self._places[:num_seqs], self._fold[:num_seqs]
         places[count:] = -1
         places[:count] = _to_device(drafted.requests, places.device)
@@ -154,6 +158,7 @@ class Step:
         self.accepted[places.long()] = path_tables.lengths
         self.keeps[self.drafted.requests] = True
         self.tables = None
+        self.counts.observe(self.drafted.sizes, num_sampled[:count], fold, full_graph=self._full_graph)
         return path_tables
 
     def forget(self, request: int) -> None:
