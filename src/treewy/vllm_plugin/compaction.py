@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from treewy.ops import attention
 from treewy.ops.attention import Paged
 from treewy.packed import PathTables
@@ -39,7 +37,7 @@ class Compaction:
         self._windows = WindowTable([vllm.window_of(layer) for layer in layers])
         self._width = layers[0].conv_kernel_size
 
-    def run(self, trees: Trees, path: PathTables, pages: Sequence[Int[Tensor, "B"]]) -> None:
+    def run(self, trees: Trees, path: PathTables, pages: Int[Tensor, "L B"]) -> None:
         """Move a step's accepted rows.
 
         Args:
@@ -50,7 +48,7 @@ class Compaction:
         self._move_keys(trees, path)
         assert trees.accepted is not None
         local = PathTables(trees.accepted.local, trees.accepted.lengths)
-        compact_windows(self._windows, torch.stack(list(pages)), local, self._width)
+        compact_windows(self._windows, pages, local, self._width)
 
     def _move_keys(self, trees: Trees, path: PathTables) -> None:
         count = len(path.lengths)

@@ -65,7 +65,7 @@ def flush_window(
 def flush(
     vllm: ModuleType,
     layers: Sequence[Any],
-    slots: Sequence[Int[Tensor, "B"]],
+    slots: Int[Tensor, "L B"],
     requests: Int[Tensor, "B"],
     num_accepted: Int[Tensor, "B"],
 ) -> None:

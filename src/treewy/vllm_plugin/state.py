@@ -32,6 +32,7 @@ def model_state_class(vllm: ModuleType) -> type:
             self._runs_requests = self._announced = self._shifts = False
             self._sampler: Any = None
             self._compaction: Compaction | None = None
+            self._group_of_layer: torch.Tensor | None = None
             self._tables: list[torch.Tensor] = []
             self.boundaries: Boundaries | None = None
             self._index_of: dict[str, int] = {}
@@ -104,7 +105,9 @@ def model_state_class(vllm: ModuleType) -> type:
         def custom_sampler(self, sampler: Any) -> Any:
             if self.treewy is None or self.treewy.trees is None:
                 return super().custom_sampler(sampler)
-            self._sampler = sampler_class(vllm)(sampler, self.vllm_config.speculative_config, self.treewy)
+            config = self.vllm_config
+            num_ids = config.model_config.get_vocab_size()
+            self._sampler = sampler_class(vllm)(sampler, config.speculative_config, self.treewy, num_ids)
             return sampler, self._sampler
 
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,12 +125,14 @@ def model_state_class(vllm: ModuleType) -> type:
             rows = torch.arange(len(requests), device=requests.device) if trees.batch is None else trees.batch
             self._compaction.run(trees, path, self._pages(rows, requests))
 
-        def _pages(self, rows: torch.Tensor, requests: torch.Tensor) -> list[torch.Tensor]:
-            """Return the page of each layer for some requests: layers of one group share theirs."""
+        def _pages(self, rows: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+            """Return the page of some requests in each layer [L, B]."""
             block = self._mamba_state_idx_gpu[requests].long() if self._align_mode else torch.zeros_like(requests)
-            of_table = {id(table): table for table in self._tables}
-            pages = {key: table[rows, block] for key, table in of_table.items()}
-            return [pages[id(table)] for table in self._tables]
+            tables = list({id(table): table for table in self._tables}.values())  # layers of one group share theirs
+            if self._group_of_layer is None:
+                groups = [next(at for at, own in enumerate(tables) if own is table) for table in self._tables]
+                self._group_of_layer = torch.tensor(groups, device=rows.device)
+            return torch.stack([table[rows, block] for table in tables])[self._group_of_layer]
 
         def _announce(self, kv_cache_config: Any) -> None:
             """Say once what fits: at the first step of requests, vLLM's own at start-up. Dummies run on other blocks before."""

@@ -53,9 +53,10 @@ def sampler_class(vllm: ModuleType) -> type:
             sampler: vLLM's.
             speculative: Its speculative configuration.
             shared: What the plugin's layers share.
+            num_ids: Token ids that there are.
         """
 
-        def __init__(self, sampler: Any, speculative: Any, shared: Any) -> None:
+        def __init__(self, sampler: Any, speculative: Any, shared: Any, num_ids: int) -> None:
             device = shared.memory.lengths.device
             super().__init__(sampler, speculative, device)
             self.trees: Trees = shared.trees
@@ -64,7 +65,7 @@ def sampler_class(vllm: ModuleType) -> type:
             self.synthetic = None
             if speculative.rejection_sample_method == SYNTHETIC:
                 rates = depth_rates(speculative.synthetic_acceptance_rates, self.trees.tree.max_depth)
-                self.synthetic = Synthetic(self.trees.tree, rates, device)
+                self.synthetic = Synthetic(self.trees.tree, rates, num_ids, device)
 
         def __call__(self, logits: Tensor, input_batch: Any, *_: Any) -> Any:
             """Sample; see vLLM's. What is passed beside the batch is about chains."""
@@ -179,14 +180,16 @@ class Synthetic:
     Args:
         tree: What each request drafts.
         rates: For each depth the chance that a path which got there goes on.
+        num_ids: Token ids that there are.
         device: Of the engine.
     """
 
-    def __init__(self, tree: DraftTree, rates: list[float], device: torch.device | str) -> None:
+    def __init__(self, tree: DraftTree, rates: list[float], num_ids: int, device: torch.device | str) -> None:
         """Seed the same numbers in every process: those of a tensor parallel engine must agree."""
         counts = np.array([len(tree.children(row)) for row in range(tree.num_rows)])
         first = np.array([min(tree.children(row), default=0) for row in range(tree.num_rows)])
         chances = np.append(np.asarray(rates), 0.0)[tree.depth]
+        self._widest, self._num_ids = counts.max(), num_ids
         self._counts, self._first = (torch.from_numpy(table).to(device) for table in (counts, first))
         self._chances = torch.from_numpy(chances).to(device)
         self._generator = torch.Generator(device=device).manual_seed(0)
@@ -212,12 +215,12 @@ class Synthetic:
 
     def _other(self, first: Tensor, counts: Tensor, drafts: Tensor, choices: Tensor) -> Tensor:
         """Return a token for each row that none of its children has: its choice, or one of the next ids."""
-        widest, other = int(self._counts.max()), choices.clone()
-        for _ in range(widest):
-            for place in range(widest):
-                held = drafts[(first + place).clamp(max=len(drafts) - 1)]
-                other = torch.where((place < counts) & (held == other), (other + 1) % 256, other)
-        return other
+        along = torch.arange(int(self._widest) + 1, device=choices.device)
+        held = drafts[(first[:, None] + along[:-1]).clamp(max=len(drafts) - 1)]
+        held = torch.where(along[:-1] < counts[:, None], held, -1)
+        tried = (choices[:, None] + along) % self._num_ids
+        free = (tried[:, :, None] != held[:, None, :]).all(-1)
+        return tried.gather(1, free.int().argmax(1, keepdim=True))[:, 0].to(choices.dtype)
 
 
 def walk(tables: TreeTables, drafts: Tensor, choices: Tensor, max_path: int, backend: str) -> Walked:
