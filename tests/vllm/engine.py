@@ -105,7 +105,7 @@ class Round(NamedTuple):
         outputs: One per request, in their order.
         counters: How far vLLM's counters went, without their prefix: `spec_decode_num_drafts`,
             `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens`, `spec_decode_num_accepted_tokens_per_pos`
-            (a list), `num_preemptions`, ...
+            (a list), `num_preemptions`, ... And of the plugin's histograms the cumulative counts of their buckets.
         steps: Engine steps.
         seconds: Of all of them.
         probed: What the probe returned.

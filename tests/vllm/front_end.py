@@ -72,7 +72,7 @@ def make(model: str, arguments: dict[str, Any]) -> Any:
 
 def attempt(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what the plugin reads of a configuration, or why there is none."""
-    from treewy.vllm_plugin import facts
+    from treewy.vllm_plugin import facts, scrape
 
     environment = arguments.pop("environment", {})
     before = dict(os.environ)
@@ -88,7 +88,8 @@ def attempt(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "cache": [x for x in facts.OTHER_POLICIES if hasattr(config.cache_config, x)],
         "speculative": [x for x in facts.DYNAMIC_DRAFTS if hasattr(config.speculative_config, x)],
     }
-    return {"additional": config.additional_config, "facts": facts.read(config)._asdict(), "fields": fields}
+    read = facts.read(config)._asdict()
+    return {"additional": config.additional_config, "facts": read, "fields": fields, "shown": len(scrape._shown)}
 
 
 def lay_out(model: str, drafts: int, blocks: int, block_size: int, page_bytes: int, available: int) -> dict[str, Any]:

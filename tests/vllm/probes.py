@@ -41,13 +41,19 @@ def hide_the_plugin() -> None:
 
 
 def chains(worker: Any) -> Callable[[], dict[str, Any]]:
-    """Return what the plugin did since the last call: `Checker.report`, and how many rows each request may keep and does."""
+    """Return what the plugin did since the last call: `Checker.report`, and how many rows each request may keep and does.
+
+    "counted" is what the plugin's metrics say, since the engine began.
+    """
+    from treewy.vllm_plugin.metrics import read
+
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     shared = next(layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None)
 
     def look() -> dict[str, Any]:
         checker, memory = shared.checker, shared.memory
         report = checker.report() | {"lengths": memory.lengths.tolist(), "kept_rows": memory.sizes.kept_rows}
+        report["counted"] = read(worker)
         checker.num_checks, checker.largest = 0, 0.0
         return report
 

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine import ARGUMENTS, EngineError, Run, environment
 
@@ -27,11 +27,20 @@ class Server(NamedTuple):
     url: str
     log: Path
 
+    def scraped(self) -> str:
+        """Return all that the server shows to Prometheus."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            return answer.read().decode()
+
+    def ask(self, method: str) -> Any:
+        """Return what each worker answers to a method; vLLM takes such requests in its development mode only."""
+        asked = urllib.request.Request(f"{self.url}/collective_rpc", json.dumps({"method": method}).encode())
+        with urllib.request.urlopen(asked) as answer:
+            return json.load(answer)["results"]
+
     def metrics(self) -> dict[str, float]:
         """Return the counters that the server shows, without labels: of one engine and one model."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        pairs = [line.rsplit(" ", 1) for line in self.scraped().splitlines() if not line.startswith("#")]
         return {name.split("{")[0].removeprefix("vllm:"): float(value) for name, value in pairs if "_pos" not in name}
 
 

@@ -8,13 +8,15 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 from chains import DRAFTS, POLICIES, assert_alike, drafting, greedy, prompt
 from openai import OpenAI
 from server import serve
 
-from engine import EngineError, Report, Request, Run, mtp
+from engine import EngineError, Output, Report, Request, Run, mtp
 from tolerances import KERNEL_EXACT
 
 Model = Callable[..., str]
@@ -206,6 +208,63 @@ def logged(report: Report) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def counted_in(report: Report, number: int) -> dict[str, Any]:
+    """Return what the plugin counted in a round: the first, or one behind another."""
+    now = report.rounds[number].probed["counted"]
+    then = report.rounds[number - 1].probed["counted"] if number else {}
+    return {name: value - then.get(name, 0) for name, value in now.items() if isinstance(value, int)} | {
+        "accept_lengths": [
+            count - before
+            for count, before in zip(now["accept_lengths"], then.get("accept_lengths", [0] * 4), strict=True)
+        ]
+    }
+
+
+def folds_of(output: Output, capacity: int) -> int:
+    """Return how often a request's kept rows went into its state, from what its steps gained it after its prompt."""
+    folds = held = 0
+    for gained in output.gains[1:]:
+        if held + 1 + DRAFTS > capacity:
+            folds, held = folds + 1, 0
+        held += gained
+    return folds
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("commit", POLICIES)
+def test_what_is_counted_is_what_vllm_counts(commit: str, runner: str, model: Model, execute: Execute) -> None:
+    """The worker's counts, and the histogram that the front end makes of vLLM's; folds are those of the rule."""
+    folder = model("dense")
+    run, rounds = (main(folder, commit), (CROWD, TEXTS)) if runner == "v2" else (trickling(folder, commit), (0, 1, 2))
+    report = execute(replace(run, runner=runner))
+    capacity = report.rounds[0].probed["kept_rows"]
+    for number in rounds:
+        served, counted = report.rounds[number], counted_in(report, number)
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert counted[name] == served.counters[f"spec_decode_{name}"]
+        at_least = served.counters["spec_decode_num_accepted_tokens_per_pos"]
+        assert [sum(counted["accept_lengths"][depth:]) for depth in (1, 2, 3)] == at_least
+        assert served.counters["treewy_accepted_drafts"] == counted["num_accepted_tokens"]
+        below = list(accumulate(counted["accept_lengths"]))
+        assert served.counters["treewy_accept_length"] == [*below, below[-1]]
+        assert counted["num_folds"] == sum(folds_of(output, capacity) for output in served.outputs)
+        assert counted["num_steps"] < served.steps
+        assert counted["num_full_graph_steps"] == 0
+
+
+def test_bytes_are_those_of_the_storages(model: Model, execute: Execute) -> None:
+    """As the start-up log has them, and vLLM's own: its blocks, of which there are as many as one is told."""
+    whole, few = execute(main(model("dense"), "ring")), execute(cramped(model("dense"), "ring"))
+    said = re.search(r"blocks of .* and ([\d,]+) bytes: .* ([\d,]+) of them used by a state", few.log)
+    assert said is not None
+    block_bytes, state_bytes = (int(number.replace(",", "")) for number in said.groups())
+    for report in (whole, few):
+        counted = report.rounds[0].probed["counted"]
+        assert counted["rows_bytes"] == ROW_BYTES
+        assert counted["state_bytes"] == 3 * state_bytes
+        assert counted["pages_bytes"] == report.num_blocks * block_bytes
+
+
 @pytest.mark.parametrize("name", ["moe", "next"])
 def test_other_families(name: str, model: Model, execute: Execute) -> None:
     requests = [greedy(prompt(60 + i, 20), 32) for i in range(2)]
@@ -249,11 +308,29 @@ def test_what_the_first_runner_cannot_is_refused_by_name(model: Model, execute: 
 def test_the_server_takes_the_option(model: Model, execute: Execute) -> None:
     """From the command line to the worker, a process of its own; the texts are the engine's."""
     request = TEXT_REQUESTS[0]
-    run = Run(model=model("dense"), runner="v2", rounds=[], speculative=mtp(DRAFTS, mamba_state_commit="reconstruct"))
+    run = Run(
+        model=model("dense"),
+        runner="v2",
+        rounds=[],
+        speculative=mtp(DRAFTS, mamba_state_commit="reconstruct"),
+        arguments={"worker_extension_cls": "treewy.vllm_plugin.metrics.WorkerExtension"},
+        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOG_STATS_INTERVAL": "0.5"},
+    )
     with serve(run) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         options = {"model": run.model, "temperature": 0, "extra_body": {"ignore_eos": True}}
         completed = client.completions.create(prompt=request.prompt, max_tokens=48, **options)
-        metrics, log = server.metrics(), server.log.read_text()
+        metrics, scraped, [counted] = server.metrics(), server.scraped(), server.ask("treewy_metrics")
+        log = server.log.read_text()
     assert completed.choices[0].text == execute(main(run.model, "reconstruct")).rounds[TEXTS].outputs[0].text
     assert 0 < metrics["spec_decode_num_accepted_tokens_total"] < metrics["spec_decode_num_draft_tokens_total"]
     assert re.search(r"Worker.*treewy: reconstruct, 3 drafts: a request takes 1 block", log)
+    assert re.search(r"Worker.*treewy: .* drafts gained \d\.\d\d tokens each, accepted by depth [\d. ]+; ", log)
+    # The histogram is the worker's, whose steps the scheduler counted.
+    buckets = re.findall(r'^vllm:treewy_accept_length_bucket{.*le="(.*?)".*} (.*)$', scraped, flags=re.M)
+    assert [bound for bound, _ in buckets] == ["1.0", "2.0", "3.0", "4.0", "+Inf"]
+    assert [float(count) for _, count in buckets[:-1]] == list(accumulate(counted["accept_lengths"]))
+    assert metrics["treewy_accept_length_count"] == metrics["spec_decode_num_drafts_total"] == counted["num_drafts"]
+    assert metrics["treewy_accept_length_sum"] == counted["num_drafts"] + counted["num_accepted_tokens"]
+    depths = re.findall(r'^vllm:treewy_accepted_drafts_total{depth="(\d)".*} (.*)$', scraped, flags=re.M)
+    positions = re.findall(r'per_pos_total{.*position="(\d)".*} (.*)$', scraped, flags=re.M)
+    assert depths == [(str(int(position) + 1), count) for position, count in positions]

@@ -13,7 +13,7 @@ from engine import Run, environment
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "vllm.md").read_text()
 NAMED = "Qwen/Qwen3.5-35B-A3B"
-GENERATES, CHECKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+GENERATES, WATCHES, CHECKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
 COMMANDS = [shlex.split(line)[2:] for line in PAGE.splitlines() if line.startswith("vllm serve ")]
 # What `vllm serve` does with its flags before it starts anything.
 CONFIGURES = """
@@ -57,12 +57,15 @@ def test_the_example(model: Callable[..., str], tmp_path: Path) -> None:
 def test_commands_and_the_example_of_the_check(model: Callable[..., str], tmp_path: Path) -> None:
     tiny = model("dense")
     flags = [["--model", *(tiny if word == NAMED else word for word in words)] for words in COMMANDS]
-    printed = run(tmp_path, CONFIGURES + CHECKS, tiny, json.dumps(flags)).splitlines()
+    printed = run(tmp_path, CONFIGURES + CHECKS + WATCHES, tiny, json.dumps(flags)).splitlines()
     made = [json.loads(line.removeprefix("made ")) for line in printed if line.startswith("made ")]
     assert made == [
         {"treewy": {"mamba_state_commit": "reconstruct"}},
         {"treewy": {"mamba_state_commit": "ring", "ring_capacity": 8}},
     ]
-    [report] = ast.literal_eval(printed[-1])
+    [report] = ast.literal_eval(printed[-2])
     assert report["num_checks"] > 10
     assert report["largest"] < 1e-6
+    counted = ast.literal_eval(printed[-1])
+    assert counted["num_drafts"] == sum(counted["accept_lengths"]) > 5
+    assert counted["num_folds"] == counted["num_steps"] - 1  # of one request: before every step but its first

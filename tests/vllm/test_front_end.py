@@ -89,6 +89,7 @@ def test_accepted(name: str, answers: dict[str, Any]) -> None:
     answer = answers["cases"][name]
     wanted = {"store_all": {"treewy": {"mamba_state_commit": "store_all"}}, "not asked for": {}, "no drafting": {}}
     assert answer["additional"] == wanted.get(name, {"treewy": ON})
+    assert answer["shown"] == (name not in wanted)  # the histogram among vLLM's metrics
 
 
 def test_facts(answers: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def test_the_server_answers_as_the_engine_does(model: Callable[..., str], execut
         completed = client.completions.create(prompt=PROMPT, max_tokens=24, **options)
         words = " ".join(f"t{token}" for token in PROMPT)
         chat = client.chat.completions.create(messages=[{"role": "user", "content": words}], max_tokens=8, **options)
-        metrics = server.metrics()
+        metrics, scraped = server.metrics(), server.scraped()
         log = server.log.read_text()
     text = execute(run).rounds[0].outputs[0].text
     assert completed.choices[0].text == text
@@ -32,6 +32,9 @@ def test_the_server_answers_as_the_engine_does(model: Callable[..., str], execut
     assert metrics["generation_tokens_total"] == 32
     assert 0 < metrics["spec_decode_num_accepted_tokens_total"] < metrics["spec_decode_num_draft_tokens_total"]
     assert "Using V2 Model Runner" in log
+    # Nothing was asked of the plugin.
+    assert "treewy" not in scraped
+    assert "treewy:" not in log
     assert "Failed to load plugin" not in log
     loaded = re.findall(r"^\((\w+).* - treewy -> treewy\.vllm_plugin:register$", log, flags=re.MULTILINE)
     assert {"EngineCore", "VllmWorker"} <= set(loaded)

@@ -119,6 +119,8 @@ def counters(llm: Any) -> dict[str, Any]:
             found[name] = found.get(name, 0) + metric.value
         if kind == "Vector":
             found[name] = list(metric.values)
+        if kind == "Histogram" and name.startswith("treewy_"):
+            found[name] = list(metric.buckets.values())
     return found
 
 

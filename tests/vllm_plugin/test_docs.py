@@ -12,12 +12,16 @@ import pytest
 
 from treewy.errors import RequestError, UnsupportedError
 from treewy.planner.catalogue import find_gpu, model_preset
-from treewy.vllm_plugin import intake, options, versions
+from treewy.vllm_plugin import counts, intake, options, scrape, versions
 from treewy.vllm_plugin.accounting import Account, account, log_lines, predict_layout, rows_of
+from treewy.vllm_plugin.counts import Numbers, log_line
+from treewy.vllm_plugin.metrics import WorkerExtension, read
 from treewy.vllm_plugin.options import KEYS, Options, parse
 from treewy.vllm_plugin.refusals import refuse
 from treewy.vllm_plugin.versions import Version
+from vllm_plugin.rows import Engine
 from vllm_plugin.stand_in import config
+from vllm_plugin.test_counts import worker
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
@@ -67,6 +71,25 @@ def test_every_option_is_described() -> None:
     assert rows[options.COMMIT][2] == f"`{defaults['commit']}`"
     assert rows[options.RING_CAPACITY][1:3] == [f"1 to {options.MAX_ROWS}", str(defaults["ring_capacity"])]
     assert rows[options.CHECK_EVERY][2] == str(defaults["check_every"])
+
+
+def test_every_metric_is_described() -> None:
+    described = {name: row for row in table("## Watching it") for name in re.findall(r"`(.*?)`", row[0])}
+    shown = {scrape.LENGTHS, f"{scrape.DEPTHS}_total"}
+    assert set(described) == shown | set(read(worker(Engine(16))))
+    assert all(
+        ("/metrics" in row[2], "worker" in row[2]) == (name in shown, name not in shown)
+        for name, row in described.items()
+    )
+    assert WorkerExtension.treewy_metrics.__name__ in PAGE
+    assert f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}" in PAGE
+    assert f"every {counts.DEFAULT_INTERVAL:.0f} seconds, or as often as\n`{counts.INTERVAL}` says" in PAGE
+
+
+def test_the_line_of_the_log() -> None:
+    numbers = Numbers(310, 305, 3 * 9920, 0, (2976, 2976, 1885, 2083), 9880)
+    assert f"{counts.logger.name}" in PAGE
+    assert re.findall(r"^INFO .*?\] (treewy: .*)$", PAGE, flags=re.M) == [log_line(numbers)]
 
 
 def test_every_command_asks_for_something() -> None:

@@ -155,6 +155,12 @@ def test_full_graphs_have_inert_sequences():
     assert tables.tree.cu_rows.tolist() == [0, 4, 4]
     assert shared.step.num_accepted is not None
     assert shared.step.num_accepted.tolist() == [1, 1]
+    runner._update_states_after_model_execute(sampled(3), None)
+    assert shared.step.counts.read()[:2] == (1, 1)
+    runner.batch({"a": 3}, a=(5, 4, 8))
+    step(runner, {"a": 4})
+    runner._update_states_after_model_execute(sampled(1), None)
+    assert shared.step.counts.read()[:2] == (2, 1)
 
 
 def test_another_engine_in_the_process_takes_over():

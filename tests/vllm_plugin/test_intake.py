@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from treewy.errors import RequestError, UnsupportedError
-from treewy.vllm_plugin import compat, facts, intake, versions
+from treewy.vllm_plugin import compat, facts, intake, scrape, versions
+from treewy.vllm_plugin.options import Options
 from vllm_plugin.stand_in import config
 
 
@@ -34,7 +35,16 @@ class EngineArgs:
 
 
 @pytest.fixture
-def engine_args(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is shown among vLLM's metrics, or None where it is taken away, time after time."""
+    calls: list[Any] = []
+    monkeypatch.setattr(scrape, "show", lambda options, drafts: calls.append((options, drafts)))
+    monkeypatch.setattr(scrape, "hide", lambda: calls.append(None))
+    return calls
+
+
+@pytest.fixture
+def engine_args(monkeypatch: pytest.MonkeyPatch, shown: list[Any]) -> type[EngineArgs]:
     patched = type("EngineArgs", (EngineArgs,), dict(vars(EngineArgs)))
     monkeypatch.setattr(compat, "engine_arguments", lambda: patched)
     for module in (compat, facts):
@@ -121,6 +131,16 @@ def test_a_configuration_has_the_options(engine_args: type[EngineArgs]) -> None:
         made = arguments.create_engine_config(headless=True)
         assert made.additional_config == {"treewy": {"mamba_state_commit": "reconstruct"}}
         assert arguments.seen[-1] == ({"method": "mtp"}, "model", "parallel")
+
+
+def test_metrics_are_those_of_the_options(engine_args: type[EngineArgs], shown: list[Any]) -> None:
+    engine_args({"method": "mtp", "mamba_state_commit": "ring"}).create_engine_config()
+    for speculative in ({"method": "mtp"}, {"mamba_state_commit": "store_all"}, None):
+        engine_args(speculative).create_engine_config()
+    assert shown == [(Options("ring"), 3), None, None, None]
+    with pytest.raises(RequestError):
+        engine_args({"mamba_state_commit": "x"}).create_engine_config()
+    assert len(shown) == 4
 
 
 def test_installing_again_changes_nothing(engine_args: type[EngineArgs]) -> None:

@@ -23,6 +23,8 @@ WIDE = (2 * HEADS + VALUE_HEADS) * DIM
 class Base(torch.nn.Module):
     """vLLM's layer, as far as the plugin's builds on it."""
 
+    tp_rank = 0
+
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "", **options: Any) -> None:
         super().__init__()
         self.prefix, self.options, self.tp_size, self.num_spec = prefix, options, 2, 3
@@ -107,6 +109,7 @@ def test_layers_of_a_model_share_their_memory(whole: Any) -> None:
     assert first._forward_method == first.forward_cuda
     assert first.get_kv_cache_spec(whole) == "one state of spec"
     assert first.get_attn_backend().__name__ == "Backend"
+    assert first.treewy.step.counts.logs
 
 
 def test_two_engines_share_nothing(whole: Any) -> None:
@@ -115,6 +118,12 @@ def test_two_engines_share_nothing(whole: Any) -> None:
     (other,) = layers(whole, 1)
     assert other.treewy_number == 0
     assert other.treewy is not first.treewy
+
+
+def test_one_worker_of_several_logs(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Base, "tp_rank", 1, raising=False)
+    (made,) = layers(whole, 1)
+    assert not made.treewy.step.counts.logs
 
 
 def test_without_options_it_is_vllms(whole: Any) -> None:

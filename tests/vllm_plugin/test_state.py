@@ -84,9 +84,12 @@ def test_a_step_of_requests() -> None:
 
 @pytest.mark.parametrize(("mode", "seqs", "rows"), [(NONE, 2, 8), (FULL, 4, 10)])
 def test_only_whole_graphs_have_padding(mode: int, seqs: int, rows: int) -> None:
-    tables = Worker().verify([3, 0], [4, 4], [True, True], mode=mode, padding=2)
+    worker = Worker()
+    tables = worker.verify([3, 0], [4, 4], [True, True], mode=mode, padding=2)
     assert tables.places.tolist() == [3, 0, -1, -1][:seqs]
     assert tables.tree.num_rows == rows
+    worker.state.postprocess_state(torch.tensor([3, 0]), torch.tensor([3, 2]))
+    assert worker.step.counts.read()[:2] == (1, int(mode == FULL))
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> No
     whole = len(drafted.requests) == count
     num_seqs = (asked["num_reqs_padded"] if whole else None) or len(drafted.requests)
     num_rows = (asked["num_tokens_padded"] if whole else None) or drafted.num_rows
-    step.begin(drafted, num_seqs, max(num_rows, drafted.num_rows))
+    full_graph = asked["num_reqs_padded"] is not None  # only then does it say how many that graph has
+    step.begin(drafted, num_seqs, max(num_rows, drafted.num_rows), full_graph=full_graph)
 
 
 def drafted_requests(
