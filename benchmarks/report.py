@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import sweep_plots
 import sweep_report
 import vllm_pairs
 
@@ -28,7 +29,7 @@ def main() -> None:
     if options.plots:
         from treewy.bench.ops.plotting import load_pyplot
 
-        sweep_report.draw(load_pyplot(), results, docs)
+        sweep_plots.draw(load_pyplot(), results, docs)
     stale = []
     for page, content in ((ROOT / "README.md", tables()), (docs / "sweep.md", sweep_report.section(results, docs))):
         before = page.read_text()

@@ -1,4 +1,4 @@
-"""docs/sweep.md's tables and plots, from the rows of vllm_sweep.py."""
+"""docs/sweep.md's tables, from the rows of vllm_sweep.py."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -38,9 +38,6 @@ PAPER = {
     "memory-bound": ("the paper, 35B, one B200", "31 of 105", "1.15", "2.94", "0.83"),
     "ample": ("the paper, 35B, one B200", "74 of 105", "within some percent", "within some percent", "0.97 to 0.99"),
 }
-# Its one pair of absolute times for this model: p99 TTFT in ms, of a load not named, on one B200.
-PAPER_TTFT = {SNAPSHOTS: 27_489.0, "reconstruct": 683.0}
-PAPER_POINT = (0.6, "closed", 128)
 
 
 class Setting(NamedTuple):
@@ -251,39 +248,3 @@ def _number(value: float | None, form: str) -> str:
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def draw(pyplot: Any, results: Path, docs: Path) -> list[Path]:
-    """Draw tokens a second and p99 TTFT over the load, a picture per setting and kind of arrivals; return the files."""
-    pyplot.rcParams.update({"svg.hashsalt": "treewy", "svg.fonttype": "none"})
-    drawn = []
-    for setting, figures in read(results)[0].items():
-        for arrivals in sorted({where.arrivals for where in figures}):
-            file = docs / f"{setting.slug}-{arrivals}.svg"
-            _picture(pyplot, {where: x for where, x in figures.items() if where.arrivals == arrivals}, file)
-            drawn.append(file)
-    return drawn
-
-
-def _picture(pyplot: Any, figures: Figures, file: Path) -> None:
-    shares = sorted({where.utilisation for where in figures})
-    picture, axes = pyplot.subplots(2, len(shares), figsize=(4.5 * len(shares), 7), squeeze=False)
-    for column, share in enumerate(shares):
-        speed, first = axes[0][column], axes[1][column]
-        for commit in dict.fromkeys(x for engines in figures.values() for x in engines):
-            at = [(where, engines[commit]) for where, engines in figures.items() if commit in engines]
-            at = [(where.level, figure) for where, figure in at if where.utilisation == share]
-            levels = [level for level, _ in at]
-            speed.plot(levels, [figure.tokens_per_s for _, figure in at], "o-", label=commit)
-            first.plot(levels, [figure.ttft[1] for _, figure in at], "o-", label=commit)
-        arrivals = next(iter(figures)).arrivals
-        if (share, arrivals) == PAPER_POINT[:2]:
-            for commit, milliseconds in PAPER_TTFT.items():
-                first.plot([PAPER_POINT[2]], [milliseconds], "x", label=f"{commit}, the paper's, one B200")
-        unit = "requests at once" if arrivals == "closed" else "requests a second"
-        speed.set(title=f"{share:g} of the memory", xlabel=unit, ylabel="tokens/s", xscale="log", ylim=(0, None))
-        first.set(xlabel=unit, ylabel="p99 TTFT, ms", xscale="log", yscale="log")
-        speed.legend()
-        first.legend()
-    picture.savefig(file, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(picture)

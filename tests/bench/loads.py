@@ -59,7 +59,11 @@ class Slow:
 
     def counters(self):
         steps = len(self.met)
-        return {"num_preemptions": 2 * steps, "spec_decode_num_drafts": steps, "spec_decode_num_accepted_tokens": 1.5 * steps}
+        return {
+            "num_preemptions": 2 * steps,
+            "spec_decode_num_drafts": steps,
+            "spec_decode_num_accepted_tokens": 1.5 * steps,
+        }
 
     def abort(self, names):
         self.ended += names

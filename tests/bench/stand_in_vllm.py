@@ -51,12 +51,14 @@ class Engine:
 class LLM:
     """Notes its arguments."""
 
-    made: list = []
-
     def __init__(self, **arguments):
         self.arguments, self.llm_engine = arguments, Engine()
-        self.metrics = {"num_preemptions": 2, "spec_decode_num_drafts": 5, "spec_decode_num_accepted_tokens": 9, "other": 1}
-        LLM.made.append(self)
+        self.metrics = {
+            "num_preemptions": 2,
+            "spec_decode_num_drafts": 5,
+            "spec_decode_num_accepted_tokens": 9,
+            "other": 1,
+        }
 
     def get_metrics(self):
         return [SimpleNamespace(name=f"vllm:{name}", value=value) for name, value in self.metrics.items()]
@@ -64,7 +66,6 @@ class LLM:
 
 def install(monkeypatch):
     """Let `import vllm` find this."""
-    LLM.made = []
     modules = {
         "vllm": {"LLM": LLM, "SamplingParams": lambda **options: options},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},

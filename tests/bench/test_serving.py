@@ -54,7 +54,11 @@ def test_first_tokens_of_the_window_are_timed_from_when_their_requests_came():
     """Those of the beginning, which came all at once, have no such time."""
     engine = Slow(slots=2)
     row = closed(engine, 4)
-    waits = [time - born(engine)[name] for name, time in first_tokens(engine).items() if inside(time) and name in born(engine)]
+    waits = [
+        time - born(engine)[name]
+        for name, time in first_tokens(engine).items()
+        if inside(time) and name in born(engine)
+    ]
     assert len(waits) > 8
     assert row["ttft_ms"]["count"] == len(waits)
     assert row["ttft_ms"]["p50"] == pytest.approx(1000 * np.median(waits))
@@ -68,7 +72,11 @@ def test_who_waits_at_the_end_has_waited_so_long():
     row = closed(engine, 3, lengths=Mix((20, 0.1), (39, 0.1), 400))
     assert row["ttft_ms"] == {"count": 0, "p50": None, "p99": None}
     waiting = [name for name in engine.ended if name in born(engine) and name not in first_tokens(engine)]
-    assert row["oldest_waiting_ms"] == 1000 * (START + RAMP + SECONDS - min(born(engine)[name] for name in waiting)) > 10_000
+    assert (
+        row["oldest_waiting_ms"]
+        == 1000 * (START + RAMP + SECONDS - min(born(engine)[name] for name in waiting))
+        > 10_000
+    )
 
 
 def test_nobody_waits_where_all_are_served():
