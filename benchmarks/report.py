@@ -1,4 +1,4 @@
-"""Write the README's tables from benchmarks/results: python benchmarks/report.py [--check]."""
+"""Write the tables of README.md and docs/sweep.md from benchmarks/results: python benchmarks/report.py [--check] [--plots]."""
 
 import argparse
 import json
@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import sweep_report
+import vllm_pairs
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by benchmarks/report.py -->\n", "<!-- end of results -->"
@@ -18,15 +21,25 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the README is not up to date")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not up to date")
+    parser.add_argument("--plots", action="store_true", help="draw docs/sweep-*.svg before; needs matplotlib")
     options = parser.parse_args()
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    head, rest = before.split(BEGIN)
-    after = head + BEGIN + tables() + END + rest.split(END)[1]
-    if options.check:
-        sys.exit("README.md is not what benchmarks/report.py writes; run it." if after != before else 0)
-    readme.write_text(after)
+    results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
+    if options.plots:
+        from treewy.bench.ops.plotting import load_pyplot
+
+        sweep_report.draw(load_pyplot(), results, docs)
+    stale = []
+    for page, content in ((ROOT / "README.md", tables()), (docs / "sweep.md", sweep_report.section(results, docs))):
+        before = page.read_text()
+        head, rest = before.split(BEGIN)
+        after = head + BEGIN + content + END + rest.split(END)[1]
+        if after != before:
+            stale.append(page.name)
+            if not options.check:
+                page.write_text(after)
+    if options.check and stale:
+        sys.exit(f"Not what benchmarks/report.py writes: {', '.join(stale)}; run it.")
 
 
 def tables() -> str:
@@ -42,6 +55,7 @@ def tables() -> str:
         + ops
         + "".join(_attention_table(first, lines) for first, *lines in _results("attention*"))
         + _vllm_table(_results("vllm*"))
+        + "".join(map(_pairs_table, _results("pairs*")))
     )
 
 
@@ -205,6 +219,19 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
         )
         rows += f"| {' | '.join(map(str, cells))} |\n"
     return rows
+
+
+def _pairs_table(lines: list[dict[str, Any]]) -> str:
+    """Return vLLM engines that took turns."""
+    first = next(entry["line"] for entry in lines if "benchmark" in entry["line"])
+    given, environment = first["options"], first["environment"]
+    title = (
+        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {given['utilisation']} of the memory, "
+        f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
+        f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians.\n\n"
+    )
+    rows = "".join(f"| {' | '.join(cells)} |\n" for cells in vllm_pairs.table(lines))
+    return f"{title}{_head(vllm_pairs.COLUMNS)}{rows}\n"
 
 
 def _line(row: dict[str, Any]) -> str:

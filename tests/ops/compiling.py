@@ -58,6 +58,7 @@ class Compiled(NamedTuple):
     shared: int
     registers: int
     stack: int
+    wide_loads: int
 
 
 def compile_all(cases: Sequence[Case], archs: Sequence[int] = ARCHS) -> list[Compiled]:
@@ -100,7 +101,8 @@ def compile_one(case: Case, arch: int) -> Compiled:
     constants = {key: _value(value) for key, value in case.constexprs.items()}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
-    return Compiled(case.name, arch, compiled.metadata.shared, *usage(compiled.asm["cubin"]))
+    wide_loads = compiled.asm["ptx"].count("ld.global.v4.b32")
+    return Compiled(case.name, arch, compiled.metadata.shared, *usage(compiled.asm["cubin"]), wide_loads)
 
 
 def _value(value: Any) -> Any:

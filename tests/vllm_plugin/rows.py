@@ -81,5 +81,6 @@ class Engine:
             prior = gdn.Prior(kept, None, None, tables.fold, places=tables.places)
             gdn.commit_verify(x, self.states[layer], at, tables.tree, prior=prior, out=out, backend="eager")
             self.outputs.append(out.o[:total].clone())
-        self.checker.accept(requests, sampled)
+        lengths = [max(1, count) for count in sampled]
+        self.checker.accept(requests, [range(length) for length in lengths], lengths)
         self.step.finish(torch.tensor(sampled))

@@ -7,6 +7,7 @@ from typing import Any
 NEW_FIELDS = {
     "cache": {"use_replayssm": False, "use_kda_recoverssm": False},
     "speculative": {"enable_adaptive_verification": False},
+    "parallel": {"enable_batch_sharded_sampling": False},
 }
 
 
@@ -14,7 +15,7 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
     """Return a configuration that `reconstruct` with a chain of 3 runs with, but for `changes`: "part__field"=value."""
     text = SimpleNamespace(model_type="qwen3_5_text", layer_types=["linear_attention"] * 3 + ["full_attention"])
     parts: dict[str, Any] = {
-        "model": SimpleNamespace(model="a/model", hf_text_config=text, dtype="torch.bfloat16"),
+        "model": SimpleNamespace(model="a/model", hf_text_config=text, dtype="torch.bfloat16", logits_processors=None),
         "text": text,
         "cache": SimpleNamespace(
             enable_prefix_caching=False,
@@ -28,12 +29,15 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
+            data_parallel_size=1,
         ),
         "speculative": SimpleNamespace(
             num_speculative_tokens=3,
             num_speculative_tokens_per_batch_size=None,
             rejection_sample_method="standard",
             draft_sample_method="greedy",
+            method="mtp",
+            use_local_argmax_reduction=False,
         ),
         "transfer": SimpleNamespace(kv_connector=None),
         "compilation": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False)),

@@ -102,7 +102,7 @@ class Aligned:
             return
         pages = [table[request, boundary // BLOCK - 1] for table in self.tables]
         for layer, page in enumerate(pages):
-            want = walk(self.engine.checker._seen[layer, request], boundary - before)
+            want = walk(self.engine.checker._seen[layer, request], range(boundary - before))
             got = self.engine.states[layer, page].double()
             assert (got - want).norm() / want.norm() < 1e-6
         newest = self.inputs[request][boundary - WIDTH + 1 : boundary].T

@@ -42,15 +42,16 @@ class Checker:
         self.every, self.num_checks, self.largest = every, 0, 0.0
         self._seen: dict[tuple[int, int], Seen] = {}
         self._steps: dict[int, int] = {}
-        self._accepted: dict[int, int] = {}
+        self._accepted: dict[int, list[int]] = {}
 
     def forget(self, request: int) -> None:
         """Drop what is known of a request."""
         self._seen = {key: seen for key, seen in self._seen.items() if key[1] != request}
 
-    def accept(self, requests: Iterable[int], num_sampled: Sequence[int]) -> None:
-        """Take what the step sampled for each request; see `Step.finish`."""
-        self._accepted |= {int(request): max(1, int(n)) for request, n in zip(requests, num_sampled, strict=True)}
+    def accept(self, requests: Iterable[int], paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Take the path that the step accepted for each request, local to its tree; see `Step.finish`."""
+        accepted = zip(requests, paths, lengths, strict=True)
+        self._accepted |= {int(request): list(path[:length]) for request, path, length in accepted}
 
     def observe(
         self,
@@ -102,10 +103,10 @@ class Checker:
         return {"num_checks": self.num_checks, "largest": self.largest}
 
 
-def walk(seen: Seen, count: int) -> Float[Tensor, "HV V K"]:
-    """Return the state after the first `count` rows: eq. 3 of docs/theory.md, row by row."""
-    state = seen.state
-    for k, v, decay, beta in zip(*(part[:count] for part in seen[1:]), strict=True):
+def walk(seen: Seen, path: Sequence[int]) -> Float[Tensor, "HV V K"]:
+    """Return the state after the rows of a path: eq. 3 of docs/theory.md, row by row."""
+    state, rows = seen.state, torch.as_tensor(path, dtype=torch.int64, device=seen.state.device)
+    for k, v, decay, beta in zip(*(part[rows] for part in seen[1:]), strict=True):
         state = decay[:, None, None] * state
         written = beta[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
         state = state + written[:, :, None] * k[:, None, :]

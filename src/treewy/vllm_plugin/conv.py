@@ -1,9 +1,12 @@
-"""The causal convolution of a chain over vLLM's rolling window, in PyTorch: for devices without vLLM's kernel."""
+"""The causal convolution over vLLM's rolling windows: of chains in PyTorch, where vLLM's kernel is not, and of draft trees."""
 
 import torch
 from torch.nn import functional
 
+from treewy.ops import conv
+from treewy.packed import TreeTables
 from treewy.shapes import Float, Int, Tensor
+from treewy.vllm_plugin.windows import roll_windows
 
 
 def chain_conv(
@@ -40,3 +43,40 @@ def chain_conv(
         moved = torch.cat([columns[:, 1:older], rows], dim=1)
         window[slot, :, : moved.shape[1]] = moved
     return out
+
+
+def tree_conv(
+    x: Float[Tensor, "N C"],
+    window: Float[Tensor, "S C X"],
+    weight: Float[Tensor, "C W"],
+    bias: Float[Tensor, "C"] | None,
+    slots: Int[Tensor, "B"],
+    num_accepted: Int[Tensor, "R"],
+    tree: TreeTables,
+    *,
+    backend: str | None = None,
+) -> Float[Tensor, "N C"]:
+    """Convolve each row with its W - 1 nearest ancestors, with SiLU, and roll the windows in place; see `chain_conv`.
+
+    Above the root come the newest accepted inputs. Rows of sequences whose slot is -1 or outside the pool are zero, and so
+    are those past the last sequence's. Sums are float32.
+
+    Args:
+        x: Rows as projected.
+        window: Windows of all slots. After the step, `windows.compact_windows` brings the accepted rows together.
+        weight: Taps, the newest last.
+        bias: Of each channel.
+        slots: Window of each sequence, no window twice.
+        num_accepted: Rows that each sequence accepted in its last step, at least 1; entries past the sequences are ignored.
+        tree: The trees.
+        backend: "eager" or "triton"; default: kernels on a GPU, else PyTorch. Kernels are safe in a CUDA graph.
+
+    Raises:
+        ShapeError: operands do not fit the tree or each other.
+        UnsupportedError: a dtype or width that kernels do not have.
+
+    Source: eq. 10 of docs/theory.md.
+    """
+    backend = backend or ("triton" if x.is_cuda else "eager")
+    newest, places = roll_windows(window, slots, num_accepted, x, tree, weight.shape[1], backend=backend)
+    return conv.verify(x, weight, bias, newest, places, tree, backend=backend)

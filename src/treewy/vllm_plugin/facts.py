@@ -37,6 +37,11 @@ class Facts(NamedTuple):
         acceptance: How drafts are accepted: "standard", "synthetic" or "block".
         draft_sampling: How drafts are chosen: "greedy" or "probabilistic".
         full_graphs: Whether whole steps run as captured graphs.
+        method: How tokens are drafted; None without speculative decoding.
+        local_argmax: Whether GPUs find the likeliest draft among their shares of the vocabulary.
+        sharded_sampling: Whether GPUs share a batch out for sampling.
+        logits_processors: Whether the model has logits processors of its user.
+        data_parallel: Engines that share the requests.
     """
 
     platform: str
@@ -58,6 +63,11 @@ class Facts(NamedTuple):
     acceptance: str
     draft_sampling: str
     full_graphs: bool
+    method: str | None
+    local_argmax: bool
+    sharded_sampling: bool
+    logits_processors: bool
+    data_parallel: int
 
 
 def read(vllm_config: Any) -> Facts:
@@ -85,6 +95,11 @@ def read(vllm_config: Any) -> Facts:
         acceptance="standard" if speculative is None else speculative.rejection_sample_method,
         draft_sampling="greedy" if speculative is None else speculative.draft_sample_method,
         full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        method=None if speculative is None else speculative.method,
+        local_argmax=bool(getattr(speculative, "use_local_argmax_reduction", False)),
+        sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
+        logits_processors=bool(getattr(model, "logits_processors", None)),
+        data_parallel=parallel.data_parallel_size,
     )
 
 

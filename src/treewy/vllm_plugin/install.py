@@ -14,13 +14,15 @@ def install() -> None:
 
 
 def _take_hold() -> None:
-    """Register the layer with vLLM's out-of-tree registry, and the model state in its module."""
+    """Register the layer with vLLM's out-of-tree registry, and the model state and the drafter in their modules."""
     vllm = compat.names()
     if getattr(vllm.mamba_hybrid, "_treewy", False):
         return
     from treewy.vllm_plugin.layer import layer_class
     from treewy.vllm_plugin.state import model_state_class
+    from treewy.vllm_plugin.tree_drafter import drafter_class
 
     vllm.QwenGatedDeltaNetAttention.register_oot(layer_class(vllm))
     vllm.mamba_hybrid.MambaHybridModelState = model_state_class(vllm)
+    vllm.mtp.MTPSpeculator = drafter_class(vllm)
     vllm.mamba_hybrid._treewy = True

@@ -1,9 +1,9 @@
-"""Where options enter: two methods of vLLM's `EngineArgs`, which every front end builds its configuration with.
+"""Where options enter: the method of vLLM's `EngineArgs` that every front end builds its configuration with.
 
-`create_speculative_config` refuses keys it does not know, so ours are moved from `--speculative-config` to where vLLM keeps
-what plugins need, `additional_config["treewy"]`; from there they reach every process. `create_engine_config` is the first
-place that has the whole configuration, in the process that the user started: what cannot run is refused there, before a
-model is loaded.
+vLLM's speculative configuration refuses keys that it does not know, so before it is made ours are moved from there to where
+vLLM keeps what plugins need, `additional_config["treewy"]`; from there they reach every process. When it is made the
+configuration is whole, in the process that the user started: what cannot run is refused there, before a model is loaded,
+and what trees need is set.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from treewy.errors import RequestError
 from treewy.vllm_plugin import compat, scrape, versions
 from treewy.vllm_plugin.options import KEYS, SECTION, options_of, parse
 from treewy.vllm_plugin.refusals import check_tree_size, refuse
+from treewy.vllm_plugin.tree_config import asked_sizes, prepare
 
 # What marks a method that is wrapped already: a process may register more than once.
 MARK = "_wrapped_by_treewy"
@@ -21,14 +22,11 @@ DRAFTS = "num_speculative_tokens"
 
 
 def install() -> None:
-    """Wrap both methods, once per process."""
+    """Wrap the method, once per process."""
     arguments = compat.engine_arguments()
-    for name, wrapper in (("create_speculative_config", _moving_options), ("create_engine_config", _refusing)):
-        method = getattr(arguments, name)
-        if not hasattr(method, MARK):
-            wrapped = wrapper(method)
-            setattr(wrapped, MARK, True)
-            setattr(arguments, name, wrapped)
+    create = arguments.create_engine_config
+    if not hasattr(create, MARK):
+        arguments.create_engine_config = _taking_options(create)
 
 
 def move_options(arguments: Any) -> None:
@@ -77,26 +75,21 @@ def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:
             )
 
 
-def _moving_options(create: Callable) -> Callable:
-    @wraps(create)
-    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        move_options(self)
-        return create(self, *args, **kwargs)
-
-    return create_speculative_config
-
-
-def _refusing(create: Callable) -> Callable:
+def _taking_options(create: Callable) -> Callable:
     @wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        move_options(self)
         config = create(self, *args, **kwargs)
         options = options_of(config)
         if options.active:
             versions.check(on_cpu=compat.platform() == "cpu")
             refuse(config, options)
+            if options.widths is not None:
+                prepare(config, options, asked_sizes(self))
             scrape.show(options, config.speculative_config.num_speculative_tokens)
         else:
             scrape.hide()
         return config
 
+    setattr(create_engine_config, MARK, True)
     return create_engine_config

@@ -1,5 +1,6 @@
 """The Gated DeltaNet layer of vLLM's models, verifying in closed form from one committed state per request."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -7,15 +8,18 @@ import torch
 
 from treewy.errors import UnsupportedError
 from treewy.ops import gdn
-from treewy.shapes import Tensor
-from treewy.vllm_plugin import first_runner, second_runner
+from treewy.packed import PathTables
+from treewy.shapes import Float, Tensor
+from treewy.vllm_plugin import first_runner, second_runner, tree_attention
 from treewy.vllm_plugin.check import Checker
+from treewy.vllm_plugin.conv import tree_conv
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.metadata import backend_class
 from treewy.vllm_plugin.options import Options, options_of
 from treewy.vllm_plugin.refusals import refuse
 from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.step import Step, Tables
+from treewy.vllm_plugin.trees import Trees
 
 
 class Shared(NamedTuple):
@@ -26,13 +30,23 @@ class Shared(NamedTuple):
     step: Step
     backend: str
     checker: Checker | None
+    trees: Trees | None = None
 
-    def finish(self, num_sampled: Tensor) -> None:
-        """Keep what the step accepted."""
-        drafted = self.step.drafted
-        if self.checker is not None and self.step.tables is not None:
-            self.checker.accept(drafted.requests, num_sampled[torch.from_numpy(drafted.batch).long()].tolist())
-        self.step.finish(num_sampled)
+    @property
+    def exact(self) -> bool:
+        """Whether the rule keeps float32's accuracy: trees have many rows, and their states would lose digits to bfloat16."""
+        return self.trees is not None and self.memory.sizes.u_dtype == torch.float32
+
+    def finish(self, num_sampled: Tensor) -> PathTables | None:
+        """Keep what the step accepted, and return the paths, packed; None if nothing verified."""
+        tables, drafted = self.step.tables, self.step.drafted
+        path = self.step.finish(num_sampled, None if self.trees is None else self.trees.path)
+        if self.checker is not None and tables is not None and path is not None:
+            local = path.rows - tables.tree.cu_rows[: len(path.lengths), None]
+            self.checker.accept(drafted.requests, local.tolist(), path.lengths.tolist())
+        if self.trees is not None:
+            self.trees.finish(path)
+        return path
 
     def forget(self, request: int) -> None:
         """Drop what is known of a request: another one has its index now, or it begins again."""
@@ -65,7 +79,10 @@ def layer_class(vllm: ModuleType) -> type:
             self.treewy = shared = others[0].treewy if others else _make_shared(self, vllm_config, wanted)
             _check_number(self.treewy_number, shared.memory.sizes.num_layers, prefix)
             if not others:
-                self.treewy_lasting = _Lasting(shared.step.lasting)
+                trees = {} if shared.trees is None else shared.trees.lasting
+                self.treewy_lasting = _Lasting(shared.step.lasting | trees)
+                if shared.trees is not None:
+                    tree_attention.register(vllm, on_cpu=not self.A_log.is_cuda)
                 if vllm_config.use_v2_model_runner:
                     second_runner.run_prompts_eagerly(vllm, shared.memory.sizes.step_rows)
                 else:
@@ -105,25 +122,36 @@ def layer_class(vllm: ModuleType) -> type:
 
         def _mixed(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             metadata = all_metadata[self.prefix]
-            for rows, run in ((metadata.spec_token_indx, True), (metadata.non_spec_token_indx, False)):
-                x, own_b, own_a = (part.index_select(0, rows) for part in (mixed_qkv, b, a))
+            lead = metadata.leading_rows
+            if lead is not None:
+                # vLLM puts requests that decode first: nothing is copied.
+                rest = slice(lead, lead + metadata.rest.num_actual_tokens)
+                self._drafted(metadata, mixed_qkv[:lead], b[:lead], a[:lead], core_attn_out[:lead])
+                self._others(all_metadata, mixed_qkv[rest], b[rest], a[rest], core_attn_out[rest])
+                return
+            for rows, run in (
+                (metadata.spec_token_indx, partial(self._drafted, metadata)),
+                (metadata.non_spec_token_indx, partial(self._others, all_metadata)),
+            ):
                 out = torch.zeros_like(core_attn_out[: len(rows)])
-                if run:
-                    self._drafted(metadata, x, own_b, own_a, out)
-                else:
-                    all_metadata[self.prefix] = metadata.rest
-                    try:
-                        self._undrafted(x, own_b, own_a, out)
-                    finally:
-                        all_metadata[self.prefix] = metadata
+                run(mixed_qkv.index_select(0, rows), b.index_select(0, rows), a.index_select(0, rows), out)
                 core_attn_out.index_copy_(0, rows.long(), out)
+
+        def _others(self, all_metadata: dict, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            """Run rows that are no drafts, as if they were a batch of their own."""
+            metadata = all_metadata[self.prefix]
+            all_metadata[self.prefix] = metadata.rest
+            try:
+                self._undrafted(mixed_qkv, b, a, core_attn_out)
+            finally:
+                all_metadata[self.prefix] = metadata
 
         def _drafted(self, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
             shared, tables = self.treewy, metadata.treewy
             assert shared is not None
             memory = shared.memory
             rows, slots = tables.tree.num_rows, metadata.spec_state_indices_tensor[:, 0]
-            conv_out = vllm.chain_conv(self, metadata, mixed_qkv[:rows], shared.memory.sizes.step_rows)
+            conv_out = self._conv(metadata, mixed_qkv[:rows], slots, tables)
             q, k, v = conv_out.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
             heads = self.num_k_heads // self.tp_size
             x = gdn.Projections(
@@ -149,8 +177,20 @@ def layer_class(vllm: ModuleType) -> type:
                 )
             # Shapes and buffers are the same ever after, but for the number of rows.
             given = {"prior": prior, "out": out, "backend": shared.backend, "checked": self._checked}
+            given["exact"] = shared.exact
             gdn.commit_verify(x, vllm.state_of(self), slots, tables.tree, **given)
             self._checked = True
+
+        def _conv(self, metadata: Any, x: Float[Tensor, "N C"], slots: Tensor, tables: Tables) -> Float[Tensor, "N C"]:
+            shared = self.treewy
+            assert shared is not None
+            if shared.trees is None:
+                return vllm.chain_conv(self, metadata, x, shared.memory.sizes.step_rows)
+            weight, bias = vllm.conv_weight(self), self.conv1d.bias
+            count = tables.tree.num_seqs
+            return tree_conv(
+                x, vllm.window_of(self), weight, bias, slots[:count], metadata.num_accepted_tokens, tables.tree
+            )
 
     GatedDeltaNet.__name__ = vllm.QwenGatedDeltaNetAttention.__name__
     return GatedDeltaNet
@@ -190,7 +230,7 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
         num_requests=requests,
         step_rows=rows,
         kept_rows=options.kept_rows(rows),
-        max_path=rows,
+        max_path=options.longest_path(rows - 1),
         num_step_rows=max(requests * rows, largest_graph),
         num_heads=layer.num_k_heads // layer.tp_size,
         num_value_heads=layer.num_v_heads // layer.tp_size,
@@ -202,9 +242,12 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
     device = layer.A_log.device
     memory, backend = Memory(sizes, device), _backend(sizes, device)
     checker = Checker(options.check_every) if options.check_every else None
-    step = Step(memory, "eager" if backend == "eager" else "triton")
+    tree = options.tree(rows - 1)
+    step = Step(memory, "eager" if backend == "eager" else "triton", tree)
     step.counts.logs = layer.tp_rank == 0  # the others would say the same
-    return Shared(options, memory, step, backend, checker)
+    return Shared(
+        options, memory, step, backend, checker, None if options.widths is None else Trees(tree, requests, device)
+    )
 
 
 def _num_layers(vllm_config: Any) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from treewy.vllm_plugin.step import Tables
@@ -18,10 +19,14 @@ def backend_class(vllm: ModuleType) -> type:
 
     @dataclass
     class Metadata(vllm.GDNAttentionMetadata):
-        """vLLM's metadata, with the step's tables, and that of the rows that are no drafts."""
+        """vLLM's metadata, with the step's tables, that of the rows that are no drafts, and how many rows of drafts lead.
+
+        The number is None where rows of drafts do not all come before the others.
+        """
 
         treewy: Tables | None = None
         rest: Any = None
+        leading_rows: int | None = None
 
     class Builder(vllm.GDNAttentionMetadataBuilder):
         """Builds vLLM's metadata for one state per request, and sends every decoding row down the drafted path.
@@ -60,7 +65,10 @@ def backend_class(vllm: ModuleType) -> type:
             own = {field.name: getattr(built, field.name) for field in fields(built)}
             if built.spec_sequence_masks is None:
                 return Metadata(**own)
-            return Metadata(**own, treewy=self.step.tables, rest=_rest(built))
+            drafted = self.step.drafted
+            leads = np.array_equal(drafted.batch, np.arange(len(drafted.batch)))
+            leading = drafted.num_rows if leads else None
+            return Metadata(**own, treewy=self.step.tables, rest=_rest(built), leading_rows=leading)
 
         def _drafts(self, given: torch.Tensor) -> torch.Tensor:
             """Return drafts of each request, -1 where it takes vLLM's own path; a request that drafted nothing counts for one.

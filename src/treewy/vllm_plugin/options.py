@@ -7,6 +7,7 @@ from operator import mul
 from typing import Any, Literal, get_args
 
 from treewy.errors import RequestError
+from treewy.tree import DraftTree
 
 Commit = Literal["store_all", "reconstruct", "ring"]
 
@@ -49,6 +50,15 @@ class Options:
     def num_tree_drafts(self) -> int | None:
         """Return the drafts of the tree, which vLLM must be told as `num_speculative_tokens`; None for a chain."""
         return None if self.widths is None else num_drafts(self.widths)
+
+    @property
+    def longest_step(self) -> int:
+        """Return the rows of a full tree, root included; 1 without a tree."""
+        return 1 + (self.num_tree_drafts or 0)
+
+    def tree(self, drafts: int) -> DraftTree:
+        """Return what a request drafts in one step: a chain of `drafts` tokens, or the tree that was asked for."""
+        return DraftTree.chain(drafts) if self.widths is None else DraftTree.from_widths(self.widths)
 
     def longest_path(self, drafts: int) -> int:
         """Return the most rows that one step can commit, root included, when vLLM drafts `drafts` tokens."""

@@ -29,7 +29,7 @@ def refuse(vllm_config: Any, options: Options) -> None:
         check(facts, options)
     if options.widths is not None:
         _check_tree(facts)
-        _check_trees_are_here()
+        _check_tree_sampling(facts)
 
 
 def check_tree_size(options: Options, drafts: int | None) -> None:
@@ -168,8 +168,26 @@ def _check_tree(facts: Facts) -> None:
         )
 
 
-def _check_trees_are_here() -> None:
-    raise UnsupportedError(
-        f"The plugin drafts chains; trees are not here yet, and {WIDTHS} was given. Leave {WIDTHS} out: "
-        "num_speculative_tokens alone is the length of a chain."
-    )
+def _check_tree_sampling(facts: Facts) -> None:
+    refused = {
+        "drafts with the model's own head": (facts.method != "mtp", f"the method is {facts.method!r}", "Use 'mtp'"),
+        "the likeliest tokens of the whole vocabulary": (
+            facts.local_argmax,
+            "use_local_argmax_reduction finds one",
+            "Leave it out",
+        ),
+        "one sampler for the whole batch": (
+            facts.sharded_sampling,
+            "enable_batch_sharded_sampling is on",
+            "Leave it out",
+        ),
+        "logits that depend on nothing but the row": (
+            facts.logits_processors,
+            "logits_processors are given",
+            "Leave them out",
+        ),
+        "one data parallel engine": (facts.data_parallel > 1, f"there are {facts.data_parallel}", "Run them apart"),
+    }
+    for condition, (broken, given, remedy) in refused.items():
+        if broken:
+            raise UnsupportedError(f"{WIDTHS} needs {condition}; {given}. {remedy}, or leave {WIDTHS} out.")

@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewy.packed import PathTables
 from treewy.vllm_plugin.announcement import announce
+from treewy.vllm_plugin.compaction import Compaction
 from treewy.vllm_plugin.flush import flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted, dummies
+from treewy.vllm_plugin.tree_sampler import needs_root_alone, sampler_class
 
 
 def model_state_class(vllm: ModuleType) -> type:
@@ -26,7 +29,9 @@ def model_state_class(vllm: ModuleType) -> type:
             super().__init__(vllm_config, *args, **kwargs)
             self.treewy_layers = layers_of(vllm_config)
             self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
-            self._runs_requests = self._announced = False
+            self._runs_requests = self._announced = self._shifts = False
+            self._sampler: Any = None
+            self._compaction: Compaction | None = None
             self._tables: list[torch.Tensor] = []
             self.boundaries: Boundaries | None = None
             self._index_of: dict[str, int] = {}
@@ -46,6 +51,8 @@ def model_state_class(vllm: ModuleType) -> type:
                 table[req_index] = value
             if self.treewy is not None and not goes_on:
                 self.treewy.forget(req_index)
+            if self._sampler is not None:
+                self._sampler.alone[req_index] = needs_root_alone(new_req_data.sampling_params)
             self._index_of[new_req_data.req_id] = req_index
 
         def _where(self) -> list[torch.Tensor]:
@@ -74,19 +81,53 @@ def model_state_class(vllm: ModuleType) -> type:
                 else:
                     sizes = input_batch.num_scheduled_tokens[: input_batch.num_reqs]
                     drafted = dummies(sizes, self.treewy.memory.sizes.step_rows)
-                self._runs_requests = False
+                self._shifts, self._runs_requests = self._runs_requests, False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
                 self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full)
+                if self.treewy.trees is not None:
+                    self.treewy.trees.begin(drafted, self.treewy.step.tables, input_batch)
                 if self.boundaries is not None:
                     self.boundaries.begin(drafted, input_batch.num_computed_tokens_np, self._tables)
             return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
+        def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            """Give rows of trees the positions that their depths say; their places in the caches are made by now."""
+            inputs = super().prepare_inputs(input_batch, *args, **kwargs)
+            if self._shifts and self.treewy is not None and self.treewy.trees is not None:
+                self.treewy.trees.shift_positions(input_batch.positions)
+                if "positions" in inputs:
+                    self.treewy.trees.shift_positions(inputs["positions"])
+            return inputs
+
+        def custom_sampler(self, sampler: Any) -> Any:
+            if self.treewy is None or self.treewy.trees is None:
+                return super().custom_sampler(sampler)
+            self._sampler = sampler_class(vllm)(sampler, self.vllm_config.speculative_config, self.treewy)
+            return sampler, self._sampler
+
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
             if self.treewy is not None:
-                self.treewy.finish(num_sampled)
+                path = self.treewy.finish(num_sampled)
+                if path is not None and self.treewy.trees is not None:
+                    self._compact(self.treewy, path)
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
+
+        def _compact(self, shared: Any, path: PathTables) -> None:
+            """Move what the accepted rows wrote to where a chain's rows would have."""
+            if self._compaction is None:
+                self._compaction = Compaction(vllm, self.vllm_config, self.treewy_layers)
+            trees, requests = shared.trees, shared.step.requests[: len(path.lengths)].long()
+            rows = torch.arange(len(requests), device=requests.device) if trees.batch is None else trees.batch
+            self._compaction.run(trees, path, self._pages(rows, requests))
+
+        def _pages(self, rows: torch.Tensor, requests: torch.Tensor) -> list[torch.Tensor]:
+            """Return the page of each layer for some requests: layers of one group share theirs."""
+            block = self._mamba_state_idx_gpu[requests].long() if self._align_mode else torch.zeros_like(requests)
+            of_table = {id(table): table for table in self._tables}
+            pages = {key: table[rows, block] for key, table in of_table.items()}
+            return [pages[id(table)] for table in self._tables]
 
         def _announce(self, kv_cache_config: Any) -> None:
             """Say once what fits: at the first step of requests, vLLM's own at start-up. Dummies run on other blocks before."""
@@ -119,8 +160,7 @@ def model_state_class(vllm: ModuleType) -> type:
                 return
             rows = torch.as_tensor(others, device=batch.idx_mapping.device)
             requests = batch.idx_mapping[rows].long()
-            block = self._mamba_state_idx_gpu[requests].long() if self._align_mode else torch.zeros_like(requests)
-            pages = [table[rows, block] for table in self._tables]
+            pages = self._pages(rows, requests)
             flush(vllm, self.treewy_layers, pages, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
             self.num_accepted_tokens_gpu[requests] = 1
             for request in batch.idx_mapping_np[others]:

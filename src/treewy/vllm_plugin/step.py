@@ -13,6 +13,7 @@ from treewy.ops import gdn
 from treewy.ops import tree as trees
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Int, Tensor
+from treewy.tree import DraftTree
 from treewy.vllm_plugin.counts import Counts
 from treewy.vllm_plugin.memory import Memory
 
@@ -67,6 +68,7 @@ class Step:
     Args:
         memory: What it moves rows in.
         backend: Backend of the ops that it calls.
+        tree: What a request drafts, a chain by default. Of fewer rows than it has they are its first, a tree as well.
 
     Attributes:
         drafted: The requests that the running step verifies.
@@ -77,24 +79,31 @@ class Step:
         counts: What was counted of all steps.
     """
 
-    def __init__(self, memory: Memory, backend: str | None = None) -> None:
+    def __init__(self, memory: Memory, backend: str | None = None, tree: DraftTree | None = None) -> None:
         """Make the buffers that captured graphs read."""
         self.memory, self.backend = memory, backend
+        self.tree = DraftTree.chain(memory.sizes.step_rows - 1) if tree is None else tree
+        self._parents = np.asarray(self.tree.parents, dtype=np.int32)
         sizes, device = memory.sizes, memory.lengths.device
         seqs, options = sizes.num_requests, {"dtype": torch.int32, "device": device}
         self._places, self._fold = torch.full((seqs,), -1, **options), torch.zeros(seqs, **options)
         self._none, self._largest = torch.zeros(seqs, **options), torch.full((seqs,), sizes.max_path, **options)
         self._along = torch.arange(sizes.max_path, **options)
-        # Chains that are all full are the common case: their rows' tables are written once and stay.
+        # Trees that are all full are the common case: their rows' tables are written once and stay.
         self._buffers = trees.empty(seqs, sizes.num_step_rows, sizes.step_rows, device)
         self._starts = torch.arange(seqs + 1, **options) * sizes.step_rows
-        self._holds_full_chains = False
+        self._holds_full_trees = False
         self.drafted = Drafted(*(np.zeros(0, np.int32),) * 3)
         self.keeps = np.zeros(seqs, bool)
         self.accepted: Int[Tensor, "R"] = torch.ones(seqs, **options)
         self.num_accepted: Int[Tensor, "X"] | None = None
         self.tables: Tables | None = None
         self.counts, self._full_graph = Counts(sizes, device), False
+
+    @property
+    def requests(self) -> Int[Tensor, "R"]:
+        """The engine's index of each request that verifies, on the device; -1 behind them."""
+        return self._places
 
     @property
     def lasting(self) -> dict[str, Tensor]:
@@ -121,29 +130,36 @@ class Step:
         gdn.choose_folds(self.memory.lengths, places, largest, capacity, out=fold, backend=self.backend)
         self.tables = Tables(places, fold, self._tree(drafted.sizes, num_seqs, num_rows))
 
-    def finish(self, num_sampled: Int[Tensor, "X"]) -> None:
+    def finish(self, num_sampled: Int[Tensor, "X"], path: Int[Tensor, "X P"] | None = None) -> PathTables | None:
         """Keep the rows that were accepted: the root of each tree and its accepted drafts.
 
         Args:
             num_sampled: Tokens that each request of the engine's batch gained: its accepted drafts and one more. A request
                 that sampled none, because more of its prompt is to come, keeps its root: that token is of the prompt.
+            path: Rows of each request's accepted path, local to its tree, the root first; the first ones by default.
+
+        Returns:
+            The paths of the requests that verified, in the step's packed rows; None if no request did.
         """
         tables, memory = self.tables, self.memory
         if tables is None or not len(self.drafted.requests):
-            return
+            return None
         count = len(self.drafted.requests)
         places, fold = tables.places[:count], tables.fold[:count]
         if count < len(num_sampled):
-            num_sampled = num_sampled[_to_device(self.drafted.batch, num_sampled.device).long()]
+            chosen = _to_device(self.drafted.batch, num_sampled.device).long()
+            num_sampled, path = num_sampled[chosen], None if path is None else path[chosen]
         starts = tables.tree.cu_rows[:count]
-        path = PathTables(starts[:, None] + self._along, num_sampled[:count].clamp(min=1).to(torch.int32))
+        along = self._along if path is None else path[:count]
+        path_tables = PathTables(starts[:, None] + along, num_sampled[:count].clamp(min=1).to(torch.int32))
         gdn.settle(memory.lengths, places, self._none[:count], fold, backend=self.backend)
-        gdn.append_layers(memory.kept, places, memory.step, path, backend=self.backend)
-        gdn.settle(memory.lengths, places, path.lengths, self._none[:count], backend=self.backend)
-        self.accepted[places.long()] = path.lengths
+        gdn.append_layers(memory.kept, places, memory.step, path_tables, backend=self.backend)
+        gdn.settle(memory.lengths, places, path_tables.lengths, self._none[:count], backend=self.backend)
+        self.accepted[places.long()] = path_tables.lengths
         self.keeps[self.drafted.requests] = True
         self.tables = None
         self.counts.observe(self.drafted.sizes, num_sampled[:count], fold, full_graph=self._full_graph)
+        return path_tables
 
     def forget(self, request: int) -> None:
         """Drop what a request keeps: another one has its index now, it begins again, or its page has it all."""
@@ -162,26 +178,27 @@ class Step:
             ancestors=buffers.ancestors[:num_rows],
         )
         if (sizes == max_rows).all():
-            if not self._holds_full_chains:
-                self._fill_with_full_chains()
+            if not self._holds_full_trees:
+                self._fill_with_full_trees()
             torch.clamp(self._starts[: num_seqs + 1], max=max_rows * len(sizes), out=rows.cu_rows)
             return rows
-        self._holds_full_chains = False
+        self._holds_full_trees = False
         ends = np.concatenate([np.cumsum(sizes), np.full(num_seqs - len(sizes), sizes.sum())])
         starts = np.concatenate([[0], ends])
-        chains = np.full(num_rows, -1, np.int32)
-        chains[: starts[-1]] = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) - 1
+        parents = np.full(num_rows, -1, np.int32)
+        parents[: starts[-1]] = self._parents[np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))]
         device = self._buffers.device
         return trees.tables(
-            _to_device(chains, device), _to_device(starts, device), max_rows=max_rows, out=rows, backend=self.backend
+            _to_device(parents, device), _to_device(starts, device), max_rows=max_rows, out=rows, backend=self.backend
         )
 
-    def _fill_with_full_chains(self) -> None:
+    def _fill_with_full_trees(self) -> None:
         buffers = self._buffers
         starts = torch.clamp(self._starts, max=buffers.num_rows)
-        parents = torch.arange(buffers.num_rows, device=buffers.device) % buffers.max_rows - 1
-        trees.tables(parents.to(torch.int32), starts, max_rows=buffers.max_rows, out=buffers, backend=self.backend)
-        self._holds_full_chains = True
+        whole = -(-buffers.num_rows // buffers.max_rows)
+        parents = _to_device(np.tile(self._parents, whole)[: buffers.num_rows], buffers.device)
+        trees.tables(parents, starts, max_rows=buffers.max_rows, out=buffers, backend=self.backend)
+        self._holds_full_trees = True
 
 
 def _to_device(table: np.ndarray, device: torch.device) -> Tensor:

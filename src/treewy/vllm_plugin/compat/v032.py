@@ -5,41 +5,14 @@
 from typing import Any
 
 import numpy as np
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core as cpu_core
-from vllm.model_executor.utils import set_weight_attrs
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
-from vllm.v1.worker.gpu.model_states import mamba_hybrid
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.compat import common
-from treewy.vllm_plugin.compat.common import one_state_per_request, split_copies, state_of
+from treewy.vllm_plugin.compat.common import *  # noqa: F403  (all of it is this version's too)
 
-__all__ = [
-    "CUDAGraphMode",
-    "GDNAttentionBackend",
-    "GDNAttentionMetadata",
-    "GDNAttentionMetadataBuilder",
-    "MambaHybridModelState",
-    "QwenGatedDeltaNetAttention",
-    "chain_conv",
-    "cpu_core",
-    "drafted_rows",
-    "first_runner_class",
-    "get_forward_context",
-    "mamba_hybrid",
-    "one_state_per_request",
-    "second_runner_with_the_fault",
-    "set_weight_attrs",
-    "split_copies",
-    "state_of",
-    "window_of",
-]
+__all__ = ["cpu_core", *common.__all__]  # noqa: PLE0604  (they are strings)
 
 
 def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
@@ -50,24 +23,63 @@ def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     return np.flatnonzero(drafted & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
 
 
-def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int) -> Float[Tensor, "N C"]:
-    """See `common.chain_conv`."""
-    update = causal_conv1d.causal_conv1d_update
-    return common.chain_conv(layer, metadata, x, max_rows, dim_first=is_conv_state_dim_first(), update=update)
-
-
-def window_of(layer: Any) -> Float[Tensor, "S C X"]:
-    """See `common.window_of`."""
-    return common.window_of(layer, dim_first=is_conv_state_dim_first())
-
-
-def first_runner_class() -> type:
-    """Return the first model runner, which is imported only where it runs."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    return GPUModelRunner
-
-
 def second_runner_with_the_fault() -> type | None:
     """Return the second model runner if it takes prompts for drafts; see `second_runner`."""
     return None
+
+
+def cpu_attention() -> type:
+    """Return the CPU's attention backend, which is imported only where it runs."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend
+
+
+def forget_backends() -> None:
+    """Have vLLM look for the backend of each kind of attention again."""
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    _cached_get_attn_backend.cache_clear()
+
+
+def processed_logits(
+    sampler: Any,
+    logits: Float[Tensor, "N vocab"],
+    batch: Any,
+    requests: slice,
+    rows: slice,
+    positions: Int[Tensor, "N"],
+    drafts: Int[Tensor, "N"],
+) -> Float[Tensor, "N vocab"]:
+    """See `v026.processed_logits`."""
+    return sampler.apply_sampling_params(
+        logits,
+        batch.expanded_idx_mapping[rows],
+        batch.idx_mapping[requests],
+        batch.idx_mapping_np[requests],
+        positions,
+        drafts,
+        batch.expanded_local_pos[rows],
+        batch.seq_lens_cpu_upper_bound.numpy()[requests],
+    )
+
+
+def sample(
+    logits: Float[Tensor, "N vocab"],
+    requests: Int[Tensor, "N"],
+    temperature: Float[Tensor, "R"],
+    seeds: Int[Tensor, "R"],
+    positions: Int[Tensor, "N"],
+    use_fp64: bool,
+) -> Int[Tensor, "N"]:
+    """See `v026.sample`."""
+    return gumbel_sample(
+        logits,
+        requests,
+        temperature,
+        seeds,
+        positions,
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )

@@ -1,0 +1,73 @@
+"""What trees need in vLLM's configuration, set where the user left it open and refused where another choice was made."""
+
+from typing import Any
+
+from treewy.errors import RequestError, UnsupportedError
+from treewy.vllm_plugin import compat, tree_attention
+from treewy.vllm_plugin.options import WIDTHS, Options
+
+# The attention backend of plugins, by vLLM's name.
+CUSTOM = "CUSTOM"
+
+
+def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
+    """Give an engine with trees its attention backend and graphs for every number of full trees.
+
+    Args:
+        vllm_config: vLLM's configuration, whole.
+        options: The engine's.
+        asked: Whether the user chose the sizes of captured graphs.
+
+    Raises:
+        RequestError: the sizes that the user chose leave full trees without a graph.
+        UnsupportedError: another attention backend was chosen.
+    """
+    if compat.platform() == "cuda":
+        _take_attention(vllm_config)
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        _size_graphs(vllm_config, options.longest_step, asked)
+
+
+def asked_sizes(arguments: Any) -> bool:
+    """Return whether an `EngineArgs` says for which sizes graphs are captured."""
+    compilation = arguments.compilation_config
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    return any(getattr(where, name, None) is not None for where in (arguments, compilation) for name in names)
+
+
+def capture_sizes(largest: int, step_rows: int) -> list[int]:
+    """Return the rows to capture graphs for: of 1, 2 and 4 full trees, then of every 8th number, of 64 on of every 16th."""
+    counts = {*(1, 2, 4), *range(8, 64, 8), *range(64, largest, 16), largest}
+    return sorted(count * step_rows for count in counts if count <= largest)
+
+
+def _take_attention(vllm_config: Any) -> None:
+    vllm, attention = compat.names(), vllm_config.attention_config
+    given = attention.backend
+    if given is not None and given.name != CUSTOM:
+        raise UnsupportedError(
+            f"Attention over trees is a backend of its own; attention_backend is {given.name}. Leave it out, or leave {WIDTHS} "
+            "out."
+        )
+    tree_attention.register(vllm, on_cpu=False)
+    attention.backend = vllm.AttentionBackendEnum.CUSTOM
+
+
+def _size_graphs(vllm_config: Any, step_rows: int, asked: bool) -> None:
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    needed = scheduler.max_num_seqs * step_rows
+    if needed > scheduler.max_num_batched_tokens:
+        raise RequestError(
+            f"A step must have room for the whole tree of every request, {scheduler.max_num_seqs} x {step_rows} rows; "
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}. Set it to {needed} at least, or max_num_seqs to "
+            f"{scheduler.max_num_batched_tokens // step_rows} at most."
+        )
+    if not asked:
+        compilation.cudagraph_capture_sizes = capture_sizes(scheduler.max_num_seqs, step_rows)
+        compilation.max_cudagraph_capture_size = needed
+        compilation.post_init_cudagraph_sizes()
+    elif compilation.max_cudagraph_capture_size < needed:
+        raise RequestError(
+            f"Full trees of all {scheduler.max_num_seqs} requests must have a captured graph, of {needed} rows; the largest "
+            f"size is {compilation.max_cudagraph_capture_size}. Leave the sizes out, or have {needed} among them."
+        )
