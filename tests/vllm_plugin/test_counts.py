@@ -43,6 +43,24 @@ def folds_of(gains: list[int], capacity: int) -> int:
     return folds
 
 
+class Clock:
+    """Stands in for `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    caplog.set_level(logging.INFO, "vllm.treewy")
+    return made
+
+
 @pytest.mark.parametrize("kept_rows", [4, 5, 8, 16])
 def test_counts_are_those_of_the_steps(kept_rows: int) -> None:
     engine = Engine(kept_rows)
@@ -107,6 +125,24 @@ def test_counting_asks_the_device_nothing() -> None:
         counted.read()
 
 
+@pytest.mark.gpu
+def test_neither_counting_nor_the_log_waits_for_a_gpu(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Where waiting is an error; the last line is of a copy that is done."""
+    counted = Counts(sizes(16), torch.device("cuda"))
+    gained, fold = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([3, 1], [0, 1]))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows in ([4, 4], [4, 1]) * 3:
+            clock.now += 10
+            counted.observe(np.array(rows, np.int32), gained, fold, full_graph=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    counted.observe(np.array([4, 4], np.int32), gained, fold, full_graph=True)
+    assert caplog.messages
+    assert counted.read() == Numbers(7, 7, 4 * 6 + 3 * 3, 3, (4, 0, 7, 0), 7)
+
+
 def test_deep_sleep_leaves_the_counts() -> None:
     engine = Engine(8)
     engine.run([0, 3], [2, 7], [4, 4], [3, 1])
@@ -121,24 +157,6 @@ def test_deep_sleep_leaves_the_counts() -> None:
     assert engine.step.counts.read() == before
     engine.run([0, 3], [2, 7], [4, 4], [3, 1])
     assert engine.step.counts.read().accept_lengths == (2, 0, 2, 0)
-
-
-class Clock:
-    """Stands in for `time`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "time", made)
-    caplog.set_level(logging.INFO, "vllm.treewy")
-    return made
 
 
 def test_a_line_an_interval(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
