@@ -144,7 +144,7 @@ class TestInert:
         assert not got[[5, 10, 11]].any()
         assert window[[0, 2]].isnan().all()
         assert torch.equal(window[[1, 3]], old[[1, 3]])
-        path = paths_of([[0, 2], [0, 2], [0, 2]], 12, DEVICES[backend])
+        path = paths_of([[0, 2], [0, 4], [0, 2]], 12, DEVICES[backend])
         before = window.clone()
         compact_windows(WindowTable([window]), torch.tensor([[3, bad, 1]], device=x.device), path, 4, backend=backend)
         before[[1, 3], :, 3] = before[[1, 3], :, 4]
@@ -207,14 +207,14 @@ class TestCompaction:
     @every_backend
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_columns_move_and_nothing_else_does(self, backend, dtype):
-        """Bit for bit, a NaN and its payload as well; rows that have no column, and columns in place, stay as they were."""
+        """Bit for bit, a NaN and its payload as well; rows that have no column, or lie in place or behind a path, do not."""
         device = DEVICES[backend]
         windows = [operands(backend, [], layout="spread", dtype=dtype)[1] for _ in range(3)]
         for number, window in enumerate(windows):
             window.add_(number)[:, :, 9] = torch.nan
         want = [window.clone() for window in windows]
         slots = torch.tensor([[2, 0], [1, 3], [0, 2]], device=device)
-        paths = paths_of([[0, 1, 3, 7, 8, 11], [0, 5, 40, 9]], 6, device)
+        paths = paths_of([[0, 1, 3, 7, 8, 11], [0, 5, 40, 9, -1]], 6, device, fill=10)
         for window, own in zip(want, slots.tolist(), strict=True):
             for slot, moves in zip(own, ([(2, 3), (3, 7), (4, 8), (5, 11)], [(1, 5), (3, 9)]), strict=True):
                 for target, source in moves:

@@ -38,9 +38,9 @@ def tables_of(
     return TreeTables(*(part.to(device) for part in parts), tables.max_rows if max_rows is None else max_rows)
 
 
-def paths_of(paths: Sequence[Sequence[int]], places: int, device: str = "cpu") -> PathTables:
-    """Return local paths as tables; behind each lie rows that do not exist."""
-    rows = torch.full((len(paths), places), 2**30, dtype=torch.int32)
+def paths_of(paths: Sequence[Sequence[int]], places: int, device: str = "cpu", *, fill: int = 2**30) -> PathTables:
+    """Return local paths as tables; behind each lie rows that nobody accepted."""
+    rows = torch.full((len(paths), places), fill, dtype=torch.int32)
     for seq, path in enumerate(paths):
         rows[seq, : len(path)] = torch.tensor(path, dtype=torch.int32)
     lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32)
