@@ -10,7 +10,7 @@ from ops.checks import assert_close
 from ops.compiling import ARCHS, SHARED_LIMIT, Case, compile_all
 from ops.problems import SHAPES, trees
 from tolerances import EXACT, SHORT_SUM_FLOAT16, SHORT_SUM_FLOAT32
-from treewy.errors import ShapeError, UnsupportedError
+from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops.launch import LAUNCHES
 from treewy.tree import DraftTree
 from treewy.vllm_plugin.conv import chain_conv, tree_conv
@@ -289,6 +289,16 @@ class TestRefusals:
                 compact_windows(table, slots.int(), path, 4)
         with pytest.raises(ShapeError, match="path must be"):
             compact_windows(table, torch.zeros(2, 3).int(), path, 4)
+
+    def test_backends_that_there_are_not(self):
+        x, window, weight, bias, accepted, tree = operands("eager", BATCH)
+        old, slots = window.clone(), torch.tensor([3, 2, 1])
+        for backend in ("cuda", "reference"):
+            with pytest.raises(BackendError, match="eager or triton"):
+                tree_conv(x, window, weight, bias, slots, accepted, tree, backend=backend)
+            with pytest.raises(BackendError, match="eager or triton"):
+                compact_windows(WindowTable([window]), slots[None], paths_of([[0, 2]] * 3, 4), 4, backend=backend)
+        assert torch.equal(window, old)
 
     def test_dtypes_that_kernels_do_not_have(self):
         x, window, weight, bias, accepted, tree = operands("triton", BATCH, dtype=torch.float64)
