@@ -10,7 +10,7 @@ from ops.checks import assert_close
 from ops.compiling import ARCHS, SHARED_LIMIT, Case, compile_all
 from ops.problems import SHAPES, trees
 from tolerances import EXACT, SHORT_SUM_FLOAT16, SHORT_SUM_FLOAT32
-from treewy.errors import ShapeError, UnsupportedError
+from treewy.errors import BackendError, ShapeError, UnsupportedError
 from treewy.ops.launch import LAUNCHES
 from treewy.tree import DraftTree
 from treewy.vllm_plugin.conv import chain_conv, tree_conv
@@ -144,7 +144,7 @@ class TestInert:
         assert not got[[5, 10, 11]].any()
         assert window[[0, 2]].isnan().all()
         assert torch.equal(window[[1, 3]], old[[1, 3]])
-        path = paths_of([[0, 2], [0, 2], [0, 2]], 12, DEVICES[backend])
+        path = paths_of([[0, 2], [0, 4], [0, 2]], 12, DEVICES[backend])
         before = window.clone()
         compact_windows(WindowTable([window]), torch.tensor([[3, bad, 1]], device=x.device), path, 4, backend=backend)
         before[[1, 3], :, 3] = before[[1, 3], :, 4]
@@ -207,14 +207,14 @@ class TestCompaction:
     @every_backend
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_columns_move_and_nothing_else_does(self, backend, dtype):
-        """Bit for bit, a NaN and its payload as well; rows that have no column, and columns in place, stay as they were."""
+        """Bit for bit, a NaN and its payload as well; rows that have no column, or lie in place or behind a path, do not."""
         device = DEVICES[backend]
         windows = [operands(backend, [], layout="spread", dtype=dtype)[1] for _ in range(3)]
         for number, window in enumerate(windows):
             window.add_(number)[:, :, 9] = torch.nan
         want = [window.clone() for window in windows]
         slots = torch.tensor([[2, 0], [1, 3], [0, 2]], device=device)
-        paths = paths_of([[0, 1, 3, 7, 8, 11], [0, 5, 40, 9]], 6, device)
+        paths = paths_of([[0, 1, 3, 7, 8, 11], [0, 5, 40, 9, -1]], 6, device, fill=10)
         for window, own in zip(want, slots.tolist(), strict=True):
             for slot, moves in zip(own, ([(2, 3), (3, 7), (4, 8), (5, 11)], [(1, 5), (3, 9)]), strict=True):
                 for target, source in moves:
@@ -228,14 +228,13 @@ class TestCompaction:
     def test_layers_that_share_their_slots(self, backend):
         windows = [operands(backend, [])[1] for _ in range(2)]
         slots = torch.tensor([9, 2, 9, 0], dtype=torch.int32, device=DEVICES[backend])[1::2]
-        paths = paths_of([[0, 2], [0, 4]], 7, DEVICES[backend])
+        paths = paths_of([[0, 2], [0, 4]], 7, DEVICES[backend], fill=8)
         paths = paths._replace(rows=paths.rows.T.contiguous().T)
         old = windows[0].clone()
         compact_windows(WindowTable(windows), slots.expand(2, 2), paths, 4, backend=backend)
         assert torch.equal(*windows)
-        assert torch.equal(windows[0][2, :, 3], old[2, :, 4])
-        assert torch.equal(windows[0][0, :, 3], old[0, :, 6])
-        assert torch.equal(windows[0][[1, 3]], old[[1, 3]])
+        old[2, :, 3], old[0, :, 3] = old[2, :, 4], old[0, :, 6].clone()
+        assert torch.equal(windows[0], old)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_pools_past_two_to_the_31(self, dtype):
@@ -289,6 +288,16 @@ class TestRefusals:
                 compact_windows(table, slots.int(), path, 4)
         with pytest.raises(ShapeError, match="path must be"):
             compact_windows(table, torch.zeros(2, 3).int(), path, 4)
+
+    def test_backends_that_there_are_not(self):
+        x, window, weight, bias, accepted, tree = operands("eager", BATCH)
+        old, slots = window.clone(), torch.tensor([3, 2, 1])
+        for backend in ("cuda", "reference"):
+            with pytest.raises(BackendError, match="eager or triton"):
+                tree_conv(x, window, weight, bias, slots, accepted, tree, backend=backend)
+            with pytest.raises(BackendError, match="eager or triton"):
+                compact_windows(WindowTable([window]), slots[None], paths_of([[0, 2]] * 3, 4), 4, backend=backend)
+        assert torch.equal(window, old)
 
     def test_dtypes_that_kernels_do_not_have(self):
         x, window, weight, bias, accepted, tree = operands("triton", BATCH, dtype=torch.float64)

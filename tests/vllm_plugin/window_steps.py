@@ -38,9 +38,9 @@ def tables_of(
     return TreeTables(*(part.to(device) for part in parts), tables.max_rows if max_rows is None else max_rows)
 
 
-def paths_of(paths: Sequence[Sequence[int]], places: int, device: str = "cpu") -> PathTables:
-    """Return local paths as tables; behind each lie rows that do not exist."""
-    rows = torch.full((len(paths), places), 2**30, dtype=torch.int32)
+def paths_of(paths: Sequence[Sequence[int]], places: int, device: str = "cpu", *, fill: int = 2**30) -> PathTables:
+    """Return local paths as tables; behind each lie rows that nobody accepted."""
+    rows = torch.full((len(paths), places), fill, dtype=torch.int32)
     for seq, path in enumerate(paths):
         rows[seq, : len(path)] = torch.tensor(path, dtype=torch.int32)
     lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32)
@@ -121,7 +121,7 @@ class Requests:
             pools.append(slots)
             x = self.normal(tree.num_rows, self.channels)
             x[tree.seq_of_row < 0] = torch.nan
-            accepted_here = accepted.to(self.device)
+            accepted_here = torch.stack([accepted, accepted + 3], dim=1).to(self.device)[:, 0]  # a column of a table
             y = tree_conv(x, window, self.weight, self.bias, slots, accepted_here, tree, backend=self.backend)
             outputs.append((y, self._defined(x, requests, shapes[: len(requests)], known)))
             starts = tree.cu_rows.tolist()

@@ -74,6 +74,7 @@ def tree_conv(
     Raises:
         ShapeError: operands do not fit the tree or each other.
         UnsupportedError: a dtype or width that kernels do not have.
+        BackendError: there is no such backend.
 
     Source: eq. 10 of docs/theory.md.
     """

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from treewy.errors import ShapeError
+from treewy.errors import BackendError, ShapeError
 from treewy.ops.paths import check_path_shape
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Float, Int, Tensor
@@ -61,14 +61,17 @@ def compact_windows(
 
     Raises:
         ShapeError: slots or path do not fit the layers or each other.
+        UnsupportedError: a dtype that the kernel does not have.
+        BackendError: there is no such backend.
     """
     if slots.ndim != 2 or slots.shape[0] != len(table.windows):
         raise ShapeError(
             f"slots must be [{len(table.windows)}, B], of each layer; got {tuple(slots.shape)}. Stack or expand them."
         )
     check_path_shape(path, slots.shape[1])
-    if _runs_kernel(table.addresses, backend):
-        _kernels().move_columns(table, slots, path, width - 2)
+    kernels = _kernels(table.addresses, backend)
+    if kernels is not None:
+        kernels.move_columns(table, slots, path, width - 2)
         return
     for window, own in zip(table.windows, slots, strict=True):
         _move_columns(window, own, path, width - 2)
@@ -102,9 +105,12 @@ def roll_windows(
 
     Raises:
         ShapeError: the window has fewer columns than the trees may have rows, or operands do not fit each other.
+        UnsupportedError: a dtype that the kernel does not have.
+        BackendError: there is no such backend.
     """
     _check_roll(window, slots, num_accepted, x, tree, width)
-    roll = _kernels().roll if _runs_kernel(x, backend) else _roll
+    kernels = _kernels(x, backend)
+    roll = _roll if kernels is None else kernels.roll
     return roll(window, slots, num_accepted[: tree.num_seqs], x, tree, width)
 
 
@@ -154,12 +160,12 @@ def _check_roll(window: Tensor, slots: Tensor, num_accepted: Tensor, x: Tensor, 
         )
 
 
-def _runs_kernel(operand: Tensor, backend: str | None) -> bool:
-    return operand.is_cuda if backend is None else backend == "triton"
-
-
-def _kernels() -> ModuleType:
-    """Import the kernels where they run: Triton is not everywhere."""
+def _kernels(operand: Tensor, backend: str | None) -> ModuleType | None:
+    """Return the kernels' module, imported only where they run, or None for PyTorch."""
+    if backend not in (None, "eager", "triton"):
+        raise BackendError(f"A backend of windows must be eager or triton; got {backend!r}. Leave it out.")
+    if backend == "eager" or (backend is None and not operand.is_cuda):
+        return None
     from treewy.vllm_plugin import window_kernels
 
     return window_kernels
