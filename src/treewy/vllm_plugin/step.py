@@ -125,7 +125,7 @@ class Step:
                 that sampled none, because more of its prompt is to come, keeps its root: that token is of the prompt.
         """
         tables, memory = self.tables, self.memory
-        if tables is None or not len(self.drafted.requests):
+        if tables is None or not (self.drafted.requests >= 0).any():  # nobody, or dummies
             return
         count = len(self.drafted.requests)
         places, fold = tables.places[:count], tables.fold[:count]

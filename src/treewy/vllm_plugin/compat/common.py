@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
-from treewy.shapes import Float, Tensor
+import numpy as np
+
+from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
 
 # What vLLM's copies between pages know of each window and state.
@@ -11,6 +13,25 @@ COLUMNS = (
     *("state_base_addrs", "state_block_strides", "state_elem_sizes", "state_inner_sizes", "state_conv_widths"),
     *("state_group_indices", "state_dim_row_count", "state_dim_row_stride"),
 )
+
+
+def padded_tails(batch: Any) -> Int[np.ndarray, "B"]:
+    """Return which requests of a batch run the last token of their prompt and nothing behind it but placeholders.
+
+    vLLM pads such a token to the rows of a draft, for the sake of captured graphs. Placeholders are rejected, but only
+    the drafted path can leave them out of a state.
+    """
+    drafts = batch.num_draft_tokens_per_req
+    if drafts is None:
+        return np.zeros(0, np.intp)
+    sizes = batch.num_scheduled_tokens[: batch.num_reqs]
+    return np.flatnonzero(batch.is_prefilling_np & (drafts > 0) & (sizes == drafts + 1))
+
+
+def unwritten_rows(batch: Any) -> Int[np.ndarray, "B"]:
+    """Return those of `padded_tails` whose pages nobody wrote yet: prompts of one token."""
+    tails = padded_tails(batch)
+    return tails[batch.num_computed_tokens_np[tails] == 0]
 
 
 def one_state_per_request(spec: Any) -> Any:

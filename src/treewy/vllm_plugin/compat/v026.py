@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.compat import common
-from treewy.vllm_plugin.compat.common import one_state_per_request, split_copies, state_of
+from treewy.vllm_plugin.compat.common import one_state_per_request, padded_tails, split_copies, state_of, unwritten_rows
 
 __all__ = [
     "CUDAGraphMode",
@@ -36,13 +36,15 @@ __all__ = [
     "set_weight_attrs",
     "split_copies",
     "state_of",
+    "unwritten_rows",
     "window_of",
 ]
 
 
 def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     """Return which requests of a batch verify: those that decode, whether or not they drafted."""
-    return np.flatnonzero(~batch.is_prefilling_np & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    drafted = np.flatnonzero(~batch.is_prefilling_np & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    return np.union1d(drafted, padded_tails(batch))
 
 
 def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int) -> Float[Tensor, "N C"]:

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from treewy.shapes import Float, Int, Tensor
 from treewy.vllm_plugin.compat import common
-from treewy.vllm_plugin.compat.common import one_state_per_request, split_copies, state_of
+from treewy.vllm_plugin.compat.common import one_state_per_request, padded_tails, split_copies, state_of, unwritten_rows
 
 __all__ = [
     "CUDAGraphMode",
@@ -38,6 +38,7 @@ __all__ = [
     "set_weight_attrs",
     "split_copies",
     "state_of",
+    "unwritten_rows",
     "window_of",
 ]
 
@@ -47,7 +48,8 @@ def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     drafted = ~batch.is_prefilling_np
     if batch.prefill_runs_as_decode_np is not None:
         drafted = drafted | batch.prefill_runs_as_decode_np
-    return np.flatnonzero(drafted & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    drafted = np.flatnonzero(drafted & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    return np.union1d(drafted, padded_tails(batch))
 
 
 def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int) -> Float[Tensor, "N C"]:
