@@ -108,7 +108,8 @@ def drafted_requests(
     """Return the requests of a batch that decode: the last known token, and drafts behind that.
 
     The last token of a prompt is one too if it comes alone: vLLM may pad it with placeholders for drafts, which only the
-    drafted path can leave out of a state. Whoever computes more than that computes a prompt, or again what was lost when it was preempted: it keeps nothing.
+    drafted path can leave out of a state. Whoever computes more than that computes a prompt, or again what was lost when it
+    was preempted: it keeps nothing.
     """
     batch, requests = runner.input_batch, runner.requests
     places.drop(requests)
