@@ -1,4 +1,7 @@
-"""Reported faults that only an engine has: cached prefixes, also where memory is short, and prompts of one token."""
+"""Reported faults that only an engine has: steps scheduled ahead, cached prefixes, memory that is short, prompts of one token.
+
+It schedules each step before it knows what the last one accepted, as vLLM does on a GPU.
+"""
 
 import random
 from collections.abc import Callable
@@ -17,7 +20,7 @@ BLOCK = 256
 # Two texts that begin alike and part in their third block.
 A = prompt(1, 3 * BLOCK + 40)
 B = A[: 2 * BLOCK + 90] + prompt(2, 100)
-FIRST, OTHER, AGAIN, BESIDE, FOLLOW_UP, CROWD = range(6)
+FIRST, OTHER, AGAIN, BESIDE, FOLLOW_UP, CROWD, GROWING = range(7)
 # Place of the request that is continued.
 LANDED = 3
 
@@ -35,9 +38,14 @@ def crowd() -> list[Request]:
     return [greedy(texts[number % 3][: draw.choice((300, 540))], 12, joins=number) for number in range(9)]
 
 
+def growing() -> list[Request]:
+    """Four that enter their second blocks, for which there is no room, and end one by one."""
+    return [greedy(prompt(40 + number, BLOCK - 12 + number), 16 + 4 * (number % 3)) for number in range(4)]
+
+
 def rounds() -> list[list[Request]]:
     follow_up = Request(prompt=prompt(23, 9), sampling=greedy([], 12).sampling, continues=(BESIDE, LANDED))
-    return [*([greedy(text, 12)] for text in (A, B, A)), beside(), [follow_up], crowd()]
+    return [*([greedy(text, 12)] for text in (A, B, A)), beside(), [follow_up], crowd(), growing()]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +58,8 @@ def reports(model: Model, execute: Execute) -> Reports:
         "prefix_cache_retention_interval": None,
         "num_gpu_blocks_override": 18,
     }
-    ours = drafting(folder, "reconstruct", rounds=rounds(), arguments=bounds | caching)
+    ahead = {"prepare": ["scheduling:run_ahead"], "probe": "scheduling:chains"}
+    ours = drafting(folder, "reconstruct", rounds=rounds(), arguments=bounds | caching, **ahead)
     return execute(ours), execute(Run(model=folder, rounds=rounds(), arguments=bounds))
 
 
@@ -58,6 +67,7 @@ def assert_as_judged(reports: Reports, number: int) -> None:
     """Check that a round's outputs are those without drafts and cached prefixes, and that its states are right."""
     ours, theirs = (report.rounds[number] for report in reports)
     assert_alike(theirs.outputs, ours.outputs)
+    assert ours.probed["ahead"]
     assert ours.probed["num_checks"] > 5
     assert ours.probed["largest"] <= KERNEL_EXACT
 
@@ -97,3 +107,11 @@ def test_cached_prefixes_where_memory_is_short(reports: Reports) -> None:
     assert 0 < served.counters["prefix_cache_hits"] < 6 * BLOCK
     assert all(len(set(output.tokens)) > 4 for output in served.outputs)
     assert sum(max(output.gains) > 1 for output in served.outputs) > 4
+
+
+def test_preempted_while_a_step_is_in_flight(reports: Reports) -> None:
+    """Faults D03 and D04: what comes late of a request that was preempted is nobody's; counts stay with their requests."""
+    served = reports[0].rounds[GROWING]
+    assert served.counters["num_preemptions"] > 0
+    assert [len(output.tokens) for output in served.outputs] == [16, 20, 24, 16]
+    assert_as_judged(reports, GROWING)
