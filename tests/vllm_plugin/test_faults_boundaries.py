@@ -83,6 +83,10 @@ def test_blocks_are_those_of_states() -> None:
     class Small(ModelState):
         """Makes its copies when it is told of the cache."""
 
+        def __init__(self, vllm_config: Any, align: bool = False) -> None:
+            super().__init__(vllm_config, align)
+            self.vllm_config = vllm_config
+
         def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
             """Take the states' blocks."""
             self._mamba_ctx = SimpleNamespace(block_size=32)

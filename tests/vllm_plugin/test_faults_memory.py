@@ -44,7 +44,7 @@ def test_rows_for_the_worst_mix(largest_graph: int | None, whole: Any) -> None:
 
 def test_rows_are_those_of_requests() -> None:
     """Faults J02 and J07: neither pages nor the length of a context take any, and tables are linear in rows."""
-    taken = [Memory(sizes(4, requests=count), "cpu") for count in (2, 4, 6)]
+    taken = [Memory(sizes(4, requests=count), "cpu") for count in (8, 64, 120)]
     first, second, third = (memory.num_bytes for memory in taken)
     assert first < second < third
     assert second - first == third - second
@@ -52,8 +52,6 @@ def test_rows_are_those_of_requests() -> None:
         sum(tensor.untyped_storage().nbytes() for tensor in Step(memory, "eager").lasting.values()) for memory in taken
     ]
     assert of_tables[1] - of_tables[0] == of_tables[2] - of_tables[1]
-    # Of each row a parent, a sequence, a depth and a mask of ancestors; of each sequence some counts.
-    assert of_tables[0] < 16 * (4 * taken[0].sizes.step_rows + 8) * 2
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 16, 64])

