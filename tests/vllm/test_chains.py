@@ -42,7 +42,7 @@ JOINING = [
 def crowd() -> list[Request]:
     """Fifty short requests that join over sixteen steps, of other lengths each.
 
-    No prompt of one token: where such a one runs beside drafts only, vLLM's own CPU kernel gets its window wrong.
+    No prompt of one token: those are tried in `test_faults_engine`.
     """
     draw = random.Random(7)
     return [
