@@ -1,6 +1,7 @@
 """Reported faults of memory: what is taken, when, for whom, and who is told."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from treewy.planner.catalogue import model_preset
 from treewy.vllm_plugin.accounting import Rows, account, predict_layout, rows_of
+from treewy.vllm_plugin.announcement import announce_rows
 from treewy.vllm_plugin.memory import Memory, Sizes
 from treewy.vllm_plugin.options import Options
 from treewy.vllm_plugin.step import Drafted, Step
@@ -16,6 +18,7 @@ from vllm_plugin import test_layer
 from vllm_plugin.rows import HEADS, VALUE_HEADS, sizes
 from vllm_plugin.test_layer import WIDE, layers
 
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "vllm.md").read_text()
 SPEC = model_preset("qwen3.5-35b-a3b").spec
 MIB = 2**20
 # A configuration of vLLM that has what a layer reads.
@@ -126,6 +129,9 @@ def test_rows_are_announced_before_memory_can_be_short(
     first, _ = layers(whole, 2)
     assert first.treewy.memory.num_bytes == taken
     assert len(caplog.messages) == 2  # once an engine
+    caplog.clear()
+    announce_rows(1_274_020_864, 256)
+    assert caplog.messages[0] in PAGE.splitlines()
 
 
 def test_rows_of_nobody_are_zero(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
