@@ -32,12 +32,16 @@ class Mutation(NamedTuple):
     why: str = ""
 
 
-# By label; where the fault sits in a kernel as well, that one by label and " kernel".
+# By label; where the fault sits in a kernel as well, that one by label and " kernel"; in the plugin for vLLM, by " vllm".
 MUTATIONS = {
-    name: Mutation(**entry[key])
+    name: Mutation(**part[key])
     for label, entry in INDEX.items()
-    for name, key in ((label, "mutation"), (f"{label} kernel", "kernel"))
-    if key in entry
+    for name, part, key in (
+        (label, entry, "mutation"),
+        (f"{label} kernel", entry, "kernel"),
+        (f"{label} vllm", entry.get("vllm", {}), "mutation"),
+    )
+    if key in part
 }
 
 

@@ -26,6 +26,9 @@ REPORTS = {
     "L": "01 02 03 04 05 06 07 08 09 10 11 12",  # integration
 }
 NUM_REPORTS = 129
+# Kinds that the plugin for vLLM has an answer to, each; and where its tests are: those of the second need a real vLLM.
+PLUGIN_KINDS = "ABCDEJL"
+PLUGIN_ROOMS = ("vllm_plugin/", "vllm/")
 
 
 def named_tests(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -39,7 +42,10 @@ def named_tests(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.Fun
 
 @cache
 def labels_of_tests() -> dict[str, set[str]]:
-    """Return the fault labels that each test's docstring names, by the test's path below `tests`."""
+    """Return the fault labels that each test's docstring names, by the test's path below `tests`.
+
+    Files are read, not imported: those of `vllm` could not be here.
+    """
     return {
         f"{path.relative_to(TESTS)}::{name}": set(LABEL.findall(ast.get_docstring(test) or ""))
         for path in TESTS.rglob("test_*.py")
@@ -56,24 +62,41 @@ def test_no_report_is_missing() -> None:
 @pytest.mark.parametrize("label", INDEX)
 def test_a_fault_has_tests_that_name_it_or_a_reason(label: str) -> None:
     """Either tests and mutations, each caught by one of them, or what they wait for."""
-    entry = INDEX[label]
-    assert entry.keys() in (
-        {"symptom", "right", "source", "tests", "mutation"},
-        {"symptom", "right", "source", "tests", "mutation", "kernel"},
-        {"symptom", "right", "source", "later"},
-    )
+    entry = {key: value for key, value in INDEX[label].items() if key != "vllm"}
+    answers = [{"tests", "mutation"}, {"tests", "mutation", "kernel"}, {"later"}]
+    if "vllm" in INDEX[label]:
+        answers.append(set())  # it is of a plugin alone
+    assert entry.keys() - {"symptom", "right", "source"} in answers
     assert all(entry.values())
     assert entry["source"].startswith("https://")
     for test in entry.get("tests", []):
         assert label in labels_of_tests()[test]
+        assert not test.startswith(PLUGIN_ROOMS)
     for name in MUTATIONS.keys() & {label, f"{label} kernel"}:
         assert MUTATIONS[name].caught_by.partition("[")[0] in entry["tests"]
+
+
+@pytest.mark.parametrize("label", [label for label in INDEX if label[0] in PLUGIN_KINDS or "vllm" in INDEX[label]])
+def test_the_plugin_has_an_answer_to_a_fault(label: str) -> None:
+    """Tests and a mutation that one without an engine catches, or why it cannot have the fault, or what they wait for."""
+    entry = INDEX[label]["vllm"]
+    assert entry.keys() in ({"tests", "mutation"}, {"never"}, {"never", "tests"}, {"later"})
+    assert all(entry.values())
+    for test in entry.get("tests", []):
+        assert label in labels_of_tests()[test]
+        assert test.startswith(PLUGIN_ROOMS)
+    if "mutation" in entry:
+        mutation = MUTATIONS[f"{label} vllm"]
+        assert mutation.file.startswith("vllm_plugin/")
+        assert mutation.caught_by.partition("[")[0] in entry["tests"]
+        assert mutation.caught_by.startswith("vllm_plugin/")
 
 
 def test_every_test_that_names_a_fault_is_in_the_index() -> None:
     for test, labels in labels_of_tests().items():
         for label in labels:
-            assert test in INDEX[label].get("tests", []), f"{test} names {label}"
+            listed = [*INDEX[label].get("tests", []), *INDEX[label].get("vllm", {}).get("tests", [])]
+            assert test in listed, f"{test} names {label}"
 
 
 @pytest.mark.parametrize("label", MUTATIONS)

@@ -12,7 +12,21 @@ import pytest
 from faults.mutations import MUTATIONS, run_mutated
 
 # One per room, all quick.
-SAMPLE = ("A02", "B01", "C03", "F02", "F08", "G05", "H08", "I08", "C10 kernel", "F02 kernel", "K02")
+SAMPLE = (
+    "A02",
+    "B01",
+    "C03",
+    "F02",
+    "F08",
+    "G05",
+    "H08",
+    "I08",
+    "C10 kernel",
+    "F02 kernel",
+    "K02",
+    "D05 vllm",
+    "E02 vllm",
+)
 CHOSEN = {"": SAMPLE, "all": tuple(MUTATIONS)}[os.environ.get("TREEWY_MUTATIONS", "")]
 
 

@@ -44,7 +44,7 @@ JOINING = [
 def crowd() -> list[Request]:
     """Fifty short requests that join over sixteen steps, of other lengths each.
 
-    No prompt of one token: where such a one runs beside drafts only, vLLM's own CPU kernel gets its window wrong.
+    No prompt of one token: those are tried in `test_faults_engine`.
     """
     draw = random.Random(7)
     return [
@@ -127,6 +127,7 @@ def test_states_are_what_the_recurrence_says(commit: str, model: Model, execute:
 
 @pytest.mark.parametrize("commit", ["store_all", *POLICIES])
 def test_texts_are_those_without_drafts(commit: str, model: Model, execute: Execute) -> None:
+    """Faults A04 and A10: of several requests at once, through layers of both kinds."""
     folder = model("dense")
     expected = execute(undrafted(folder)).rounds[0].outputs
     run, number = (stock(folder), 0) if commit == "store_all" else (main(folder, commit), TEXTS)
@@ -135,7 +136,10 @@ def test_texts_are_those_without_drafts(commit: str, model: Model, execute: Exec
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_memory_of_others_is_never_read(commit: str, model: Model, execute: Execute) -> None:
-    """The second crowd meets pages, kept rows and rows of steps that are not numbers, and is served bit for bit alike."""
+    """Faults B06, C06 and L03: the second crowd is served bit for bit alike.
+
+    It meets pages, kept rows and rows of steps that are not numbers.
+    """
     clean, poisoned = (execute(main(model("dense"), commit)).rounds[number] for number in (CROWD, AGAIN))
     assert len(clean.outputs) == 50
     assert clean.outputs == poisoned.outputs
@@ -144,6 +148,7 @@ def test_memory_of_others_is_never_read(commit: str, model: Model, execute: Exec
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_places_of_aborted_requests_are_as_new(commit: str, model: Model, execute: Execute) -> None:
+    """Fault C12: for others that take them at once."""
     report = execute(main(model("dense"), commit))
     outputs = report.rounds[ABORTED].outputs
     assert {output.reason for output in outputs[:4]} == {"abort"}
@@ -153,7 +158,10 @@ def test_places_of_aborted_requests_are_as_new(commit: str, model: Model, execut
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_grammars_hold(commit: str, model: Model, execute: Execute) -> None:
-    """Drafts that break one are dropped before they are verified, so that requests have rows of all numbers down to one."""
+    """Faults A02 and D09: requests have rows of all numbers down to one.
+
+    Drafts that break a grammar are dropped before they are verified.
+    """
     report = execute(main(model("dense"), commit))
     served = report.rounds[GRAMMARS]
     for request, output in zip(grammars()[:3], served.outputs, strict=False):
@@ -167,6 +175,7 @@ def test_grammars_hold(commit: str, model: Model, execute: Execute) -> None:
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_preempted_requests_go_on_as_if_nothing_had_been(commit: str, model: Model, execute: Execute) -> None:
+    """Fault D04: what they kept is gone with their pages."""
     (served,) = execute(cramped(model("dense"), commit)).rounds
     assert served.counters["num_preemptions"] > 0
     assert served.probed["largest"] <= KERNEL_EXACT
@@ -175,7 +184,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(commit: str, model: Mod
 
 @pytest.mark.parametrize("commit", POLICIES)
 def test_prompts_in_pieces(commit: str, model: Model, execute: Execute) -> None:
-    """Also while others decode, and with pieces of one token, which run as decoding does."""
+    """Faults D01 and L02: also while others decode, and with pieces of one token, which run as decoding does."""
     report, judge = execute(trickling(model("dense"), commit)), execute(undrafted(model("dense")))
     alone = [served.outputs[0] for served in report.rounds[:2]]
     assert_alike(judge.rounds[2].outputs, alone)
@@ -186,7 +195,7 @@ def test_prompts_in_pieces(commit: str, model: Model, execute: Execute) -> None:
 
 
 def test_the_start_up_log_is_vllms_to_the_token(model: Model, execute: Execute) -> None:
-    """What the plugin says of itself is what vLLM says, and what it says of vLLM without it as well."""
+    """Faults J03 and J04: what the plugin says of itself is what vLLM says, and what it says of vLLM without it as well."""
     ours = execute(main(model("dense"), "ring"))
     said = re.search(r"([\d,]+) KV tokens, ([\d.]+) requests; without treewy ([\d,]+) and ([\d.]+)", ours.log)
     beside = re.search(r"treewy: ([\d,]+) bytes of rows beside the blocks", ours.log)
@@ -306,7 +315,7 @@ def test_what_the_first_runner_cannot_is_refused_by_name(model: Model, execute: 
 
 
 def test_the_server_takes_the_option(model: Model, execute: Execute) -> None:
-    """From the command line to the worker, a process of its own; the texts are the engine's."""
+    """Fault L10: from the command line to the worker, a process of its own; the texts are the engine's."""
     request = TEXT_REQUESTS[0]
     run = Run(
         model=model("dense"),

@@ -78,7 +78,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, answers: dict[str, Any]) -> None:
-    """With our own errors, not wrapped into those of vLLM's validation."""
+    """Faults C11, L08 and L09: with our own errors, not wrapped into those of vLLM's validation."""
     answer = answers["cases"][name]
     assert answer.get("error") in ("RequestError", "UnsupportedError"), answer
     assert REFUSED[name][1] in answer["message"]
@@ -131,7 +131,7 @@ def test_fields_that_a_version_may_lack(answers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("drafts", "num_blocks"), [(3, 608), (14, 558), (39, 479)])
 def test_vllm_lays_out_as_predicted(drafts: int, num_blocks: int, answers: dict[str, Any]) -> None:
-    """Groups, pages and blocks of the 35B-A3B shape, with a state per request and with one per draft."""
+    """Fault J03: groups, pages and blocks of the 35B-A3B shape, with a state per request and with one per draft."""
     predicted = predict_layout(SPEC, drafts=drafts, dtype="bfloat16", state_dtype="float32")
     one, all_of_them = answers["layouts"][2 * DRAFTS.index(drafts) :][:2]
     assert all_of_them == {"layout": list(predicted), "num_blocks": num_blocks}

@@ -61,7 +61,10 @@ def talk(folder: str, commit: str) -> Run:
 def test_a_conversation_finds_what_was_decoded(
     commit: str, model: Callable[..., str], execute: Callable[[Run], Report]
 ) -> None:
-    """From the end of the second block: vLLM takes one block less than it finds, since its head drafts from the last."""
+    """Faults B02, E01 and E05: from the end of the second block.
+
+    vLLM takes one block less than it finds, since its head drafts from the last.
+    """
     rounds = execute(talk(model("dense", remembers=6.0), commit)).rounds
     hits = [served.counters["prefix_cache_hits"] for served in rounds]
     assert hits == [0, 2 * 2 * BLOCK, 2 * 2 * BLOCK, 0]
@@ -83,7 +86,10 @@ def test_a_conversation_finds_what_was_decoded(
 def test_states_at_boundaries_are_those_of_a_prompt(
     commit: str, model: Callable[..., str], execute: Callable[[Run], Report]
 ) -> None:
-    """Rebuilt from the page and kept rows while decoding, against vLLM's own chunked kernel after the cache was emptied."""
+    """Fault E02: rebuilt from the page and kept rows while decoding, against vLLM's own chunked kernel.
+
+    That runs after the cache was emptied.
+    """
     rounds = execute(talk(model("dense", remembers=6.0), commit)).rounds
     off = rounds[RESET].probed["boundaries"]
     assert 0 < max(off) <= VLLM_STATE

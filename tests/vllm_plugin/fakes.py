@@ -123,6 +123,7 @@ def compat(**names: Any) -> ModuleType:
         state_of=lambda layer: layer.states,
         window_of=lambda layer: layer.window,
         drafted_rows=lambda batch: np.flatnonzero(batch.drafts),
+        unwritten_rows=lambda batch: np.zeros(0, np.intp),
         second_runner_with_the_fault=lambda: None,
         CUDAGraphMode=SimpleNamespace(NONE=0, FULL=2),
         MambaHybridModelState=ModelState,

@@ -87,6 +87,7 @@ def sampled(*counts):
 
 
 def test_who_decodes_and_what_is_kept():
+    """Fault D03: rows and counts go by name, in whatever order the batch is."""
     shared, runner = engine()
     runner.batch({"a": 3}, a=(5, 1, 5), b=(9, 0, 4), c=(6, 3, 8), d=(4, 4, 3))
     step(runner, {"a": 4, "b": 5, "c": 1, "d": 5})  # b: its prompt's rest; d: computed again after a preemption
@@ -109,6 +110,7 @@ def test_who_decodes_and_what_is_kept():
 
 
 def test_places_of_requests_that_ended_or_began_again():
+    """Fault B06: nothing of a place is left for who gets it next."""
     shared, runner = engine()
     runner.batch({"a": 3, "b": 3}, a=(5, 1, 5), b=(5, 1, 5))
     step(runner, {"a": 4, "b": 4})
@@ -128,7 +130,7 @@ def test_places_of_requests_that_ended_or_began_again():
 
 
 def test_one_token_of_a_prompt_that_more_will_follow():
-    """It does not decode, and neither does the last of a chunk that recomputes outputs."""
+    """Fault D01: it does not decode, and neither does the last of a chunk that recomputes outputs."""
     shared, runner = engine()
     runner.batch({}, a=(9, 0, 4), b=(3, 6, 5))
     step(runner, {"a": 1, "b": 1}, use_spec_decode=False)
@@ -146,6 +148,7 @@ def test_dummies_and_captures_keep_nothing():
 
 
 def test_full_graphs_have_inert_sequences():
+    """Fault L12: as many as were captured."""
     shared, runner = engine()
     runner.batch({"a": 3}, a=(5, 1, 5))
     step(runner, {"a": 4}, num_tokens_padded=8, num_reqs_padded=2)

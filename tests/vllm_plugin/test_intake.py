@@ -151,7 +151,7 @@ def test_installing_again_changes_nothing(engine_args: type[EngineArgs]) -> None
 
 
 def test_what_cannot_run_is_refused_in_the_front_end(engine_args: type[EngineArgs]) -> None:
-    """With options; without them the same configuration is vLLM's business."""
+    """Fault L09: with options; without them the same configuration is vLLM's business."""
     changes = {"use_v2_model_runner": False, "cache__mamba_cache_mode": "align"}
     assert engine_args({"method": "mtp"}, **changes).create_engine_config() is not None
     assert engine_args({"mamba_state_commit": "store_all"}, **changes).create_engine_config() is not None
@@ -164,6 +164,7 @@ def test_what_cannot_run_is_refused_in_the_front_end(engine_args: type[EngineArg
 def test_another_version_is_refused_only_with_options(
     engine_args: type[EngineArgs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fault L10: options that nothing would carry out are not taken."""
     monkeypatch.setattr(versions, "installed", lambda: versions.Version(0, 99, 0))
     assert engine_args({"method": "mtp"}).create_engine_config() is not None
     with pytest.raises(UnsupportedError, match=r"0\.99\.0 is installed"):

@@ -182,7 +182,7 @@ def test_deep_sleep(ragged: bool, garbage: int) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_rows_of_both_kinds_go_their_ways(whole: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees its own rows in order, of its own metadata; what the other reads is back afterwards."""
+    """Fault D07: each sees its own rows in order, of its own metadata; what the other reads is back afterwards."""
     context = SimpleNamespace(seen=[], fails=fails)
     (made,) = layers(whole, 1, context)
     mixed = SimpleNamespace(
@@ -223,7 +223,7 @@ def test_without_drafts_vllms_path_runs(whole: Any, attn_metadata: Any, monkeypa
 
 
 def test_a_layer_verifies_its_own_heads(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding behind them are left alone; buffers are checked the first time only."""
+    """Fault B07: rows of padding behind them are left alone; buffers are checked the first time only."""
     (made,) = layers(whole, 1)
     shared = made.treewy
     engine = Engine(8)

@@ -89,7 +89,7 @@ def step(batch: list[int], rows: list[int], *, padding: int = 0) -> Step:
 
 @pytest.mark.parametrize("given", [[3, -1, 3, -1], [0, -1, 0, -1], [-1, -1, -1, -1], [3, 3, -1, 3]])
 def test_the_step_says_who_verifies(given: list[int]) -> None:
-    """Not vLLM's counts of drafts: with none drafted, an older one leaves the path that knows of kept rows."""
+    """Fault A01: not vLLM's counts of drafts: with none drafted, an older one leaves the path that knows of kept rows."""
     running = step([0, 2], [4, 1])
     made = builder(running)
     common = SimpleNamespace(lens=[4, 5, 1, 0], num_actual_tokens=10)
@@ -136,6 +136,7 @@ def test_nobody_verifies() -> None:
 
 
 def test_graphs_are_captured_of_dummies() -> None:
+    """Fault L12: what is captured reads the tables that every later step is written to."""
     running = step([0, 1], [4, 4])
     made = builder(running)
     built = made.build_for_cudagraph_capture(SimpleNamespace(lens=[4, 4], num_actual_tokens=8))
@@ -144,7 +145,7 @@ def test_graphs_are_captured_of_dummies() -> None:
 
 
 def test_buffers_of_graphs_have_one_state() -> None:
-    """A table of one column, copied into a wider one, would fill it: its rows would no longer be apart."""
+    """Fault A03: a table of one column, copied into a wider one, would fill it: its rows would no longer be apart."""
     made = builder(step([0], [4]))
     assert tuple(made.spec_state_indices_tensor.shape) == (8, 1)
     assert made.spec_state_indices_tensor.is_contiguous()

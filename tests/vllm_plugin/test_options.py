@@ -59,6 +59,7 @@ def test_everything_is_read() -> None:
     ],
 )
 def test_bad_options_are_refused(section: Any, message: str) -> None:
+    """Fault L09: by name, before anything runs."""
     with pytest.raises(RequestError, match=re.escape(message)):
         parse({"treewy": section})
 

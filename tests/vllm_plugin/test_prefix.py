@@ -123,7 +123,7 @@ class Aligned:
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("kept_rows", [RECONSTRUCT, 6, RING])
 def test_boundaries_hold_exactly_their_tokens(kept_rows: int, ahead: int) -> None:
-    """In the running page or in the one before, alone or beside others that cross none."""
+    """Faults E07 and E10: in the running page or in the one before, alone or beside others that cross none."""
     aligned = Aligned(kept_rows)
     for step in STEPS:
         aligned.run(*step, ahead)
@@ -149,7 +149,7 @@ def test_a_request_that_ends_in_its_page_keeps_nothing() -> None:
 
 
 def test_states_move_as_they_are() -> None:
-    """Of windows what was not accepted stays behind; a page has one state, and kept rows belong to the request."""
+    """Fault E01: of windows what was not accepted stays behind; a page has one state, and kept rows belong to the request."""
     aligned = Aligned(RING)
     aligned.run([0], [2], [2], 0)
     pages = [table[0, :2] for table in aligned.tables]
@@ -175,7 +175,7 @@ def test_steps_without_a_boundary_cost_nothing(behind: int, looks: bool) -> None
 
 
 def test_prompts_are_not_rebuilt() -> None:
-    """A request that does not verify crosses boundaries by vLLM's own means, whoever else crosses one in the step."""
+    """Fault E07: a request that does not verify crosses boundaries by vLLM's own means, whoever else crosses one in the step."""
     aligned = Aligned(RING)
     drafted = Drafted(np.array([1]), np.array([0], np.int32), np.array([4], np.int32))
     at = torch.tensor([3, 0])

@@ -102,6 +102,7 @@ def test_a_chain_runs(version: str, options: Options) -> None:
 def test_what_cannot_run_is_refused(
     options: Options, changes: dict[str, Any], holds: str, given: str, remedy: str, version: str
 ) -> None:
+    """Faults C11, D09, L05 and L08: connectors, drafting that comes and goes, and adapters are among it."""
     changed = config(version, **(TREE_DRAFTS if options is TREE else {}), **changes)
     with pytest.raises(UnsupportedError) as refusal:
         refuse(changed, options)

@@ -19,6 +19,7 @@ def convolved(inputs, weight, bias):
 
 
 def test_accepted_rows_convolve_as_one_sequence():
+    """Fault B01: whatever was rejected between them."""
     random = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(CHANNELS, WIDTH, generator=random), torch.randn(CHANNELS, generator=random)
     window = torch.full((5, CHANNELS, WIDTH - 1 + DRAFTS), torch.nan)
@@ -44,7 +45,7 @@ def test_accepted_rows_convolve_as_one_sequence():
 
 @pytest.mark.parametrize(("dtype", "num_steps"), [(torch.float32, 3), (torch.bfloat16, 2)])
 def test_every_run_of_short_steps(dtype, num_steps):
-    """However many rows a step has and accepts, the next finds what came before; columns beyond it are never read."""
+    """Fault B01: however many rows a step has and accepts, the next finds what came before; columns beyond it are never read."""
     random = torch.Generator().manual_seed(1)
     weight = torch.randn(CHANNELS, WIDTH, generator=random)
     chains = [(rows, accepted) for rows in range(1, DRAFTS + 2) for accepted in range(1, rows + 1)]

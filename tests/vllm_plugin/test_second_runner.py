@@ -55,6 +55,7 @@ def scheduled(new=(), resumed=(), computed=None, **counts):
     ],
 )
 def test_steps(runner, step, eager):
+    """Faults D01 and L12: a prompt is no draft, however many tokens it has."""
     runner.execute_model(step)
     assert runner.eager == [eager]
 

@@ -71,7 +71,10 @@ class Worker:
 
 
 def test_a_step_of_requests() -> None:
-    """Tables are there before vLLM builds its metadata; rows are kept before it copies pages, which needs their count."""
+    """Fault D07: tables are there before vLLM builds its metadata, of each request's own.
+
+    Rows are kept before it copies pages, which needs their count.
+    """
     worker = Worker()
     tables = worker.verify([3, 5, 0], [4, 7, 2], [True, False, True])
     assert tables.places.tolist() == [3, 0]
@@ -84,6 +87,7 @@ def test_a_step_of_requests() -> None:
 
 @pytest.mark.parametrize(("mode", "seqs", "rows"), [(NONE, 2, 8), (FULL, 4, 10)])
 def test_only_whole_graphs_have_padding(mode: int, seqs: int, rows: int) -> None:
+    """Faults C03, C04, C08 and C10: sequences for as many requests, rows for as many tokens, and nobody's."""
     worker = Worker()
     tables = worker.verify([3, 0], [4, 4], [True, True], mode=mode, padding=2)
     assert tables.places.tolist() == [3, 0, -1, -1][:seqs]
@@ -102,7 +106,7 @@ def test_only_whole_graphs_have_padding(mode: int, seqs: int, rows: int) -> None
     ],
 )
 def test_dummies_keep_nothing(rows: list[int], seqs: int) -> None:
-    """They come between two steps of requests, and their indices are nobody's."""
+    """Faults C03 and C05: they come between two steps of requests, and their indices are nobody's."""
     worker = Worker()
     worker.verify([0, 1], [4, 4], [True, True])
     worker.state.postprocess_state(torch.tensor([0, 1]), torch.tensor([2, 2]))
@@ -116,7 +120,10 @@ def test_dummies_keep_nothing(rows: list[int], seqs: int) -> None:
 
 @pytest.mark.parametrize("align", [False, True])
 def test_what_takes_vllms_path_is_flushed_first(align: bool) -> None:
-    """A request that kept a prompt's token and goes on with its prompt: before pages move, from the page where it is."""
+    """Fault L02: a request that kept a prompt's token goes on with its prompt.
+
+    Before pages move, from the page where it is.
+    """
     worker = Worker(align=align)
     for requests, rows, sampled in (([3, 1], [4, 1], [2, 1]), ([1, 3], [1, 4], [1, 3])):
         batch = worker.batch(requests, rows, [True, True])
@@ -153,6 +160,7 @@ def test_prompts_cost_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_request_gets_an_index() -> None:
+    """Fault C06: it finds nothing of the one before."""
     worker = Worker()
     worker.verify([0, 1], [4, 4], [True, True])
     worker.state.postprocess_state(torch.tensor([0, 1]), torch.tensor([2, 4]))
@@ -180,7 +188,7 @@ def test_a_session_goes_on(align: bool) -> None:
 
 @pytest.mark.parametrize("name", ["session", "another"])
 def test_whoever_left_begins_again(name: str) -> None:
-    """A request that was preempted has lost its pages, and gets others."""
+    """Fault D04: a request that was preempted has lost its pages, and gets others."""
     worker = Worker()
     worker.state.add_request(1, SimpleNamespace(req_id="session"))
     worker.verify([1], [4], [True])

@@ -77,7 +77,7 @@ def test_nobody_keeps_rows_of_a_dummy_batch():
 
 
 def test_only_the_drafted_part_of_a_batch_is_kept():
-    """The engine's batch has requests that prefill between those that verify."""
+    """Fault A09: the engine's batch has requests that prefill between those that verify."""
     memory = Memory(sizes(RECONSTRUCT), "cpu")
     step = Step(memory, "eager")
     step.begin(Drafted(np.array([0, 2]), np.array([4, 1], np.int32), np.array([4, 4], np.int32)), 2, 8)
@@ -90,6 +90,7 @@ def test_only_the_drafted_part_of_a_batch_is_kept():
 
 
 def test_tables_of_full_chains_are_written_again_after_others():
+    """Fault C07: padding behind them has no rows, before and after."""
     step = Step(Memory(sizes(RECONSTRUCT), "cpu"), "eager")
     for rows in ([4, 4], [1, 3], [4, 4]):
         step.begin(Drafted(np.arange(2), np.arange(2, dtype=np.int32), np.array(rows, np.int32)), 3, sum(rows) + 2)
@@ -124,6 +125,7 @@ def test_flush_brings_pages_up_to_date(kept_rows):
 
 
 def test_bytes_are_those_of_the_buffers():
+    """Fault J02: rows of requests and of a step, and nothing for pages."""
     memory = Memory(sizes(RING), "cpu")
     given = memory.sizes
     rows = given.num_layers * (given.num_step_rows + given.num_requests * given.kept_rows)

@@ -96,6 +96,7 @@ def test_similar_versions_are_probed(version: tuple[int, int, int], monkeypatch:
 
 @pytest.mark.parametrize("version", [(0, 25, 9), (0, 26, 1), (0, 27, 0), (0, 33, 0), (1, 0, 0), (1, 32, 0)])
 def test_other_versions_are_refused(version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults L10 and L12: whatever their internals look like."""
     message = re.escape(f"{Version(*version)} is installed. Install one of these, or drop the options.")
     with pytest.raises(UnsupportedError, match=message):
         check(monkeypatch, version, [])

@@ -9,6 +9,13 @@ from treewy.vllm_plugin.accounting import Rows, account, log_lines, read_layout
 logger = logging.getLogger("vllm.treewy")
 
 
+def announce_rows(num_bytes: int, num_requests: int) -> None:
+    """Log what rows take, before they are allocated: whatever fails at start-up for want of memory, this is known by then."""
+    logger.info(
+        "treewy: taking %s bytes for rows of %s requests, the most that run at once", f"{num_bytes:,}", num_requests
+    )
+
+
 def announce(shared: Any, kv_cache_config: Any, max_model_len: int) -> None:
     """Log the arithmetic of an engine's memory; nothing where its blocks are of a kind that we do not count.
 

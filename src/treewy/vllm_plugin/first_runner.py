@@ -13,6 +13,8 @@ import torch
 
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
+from treewy.vllm_plugin.flush import clear
+from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.step import Drafted, dummies
 
 
@@ -59,7 +61,7 @@ def wrap(vllm: ModuleType, shared: Any) -> None:
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked, (now, of_requests) = signature.bind(self, *args, **kwargs), current
         asked.apply_defaults()
-        begin(self, now, of_requests, asked.arguments)
+        begin(vllm, self, now, of_requests, asked.arguments)
         return build(self, *args, **kwargs)
 
     def update_states_after_model_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +74,11 @@ def wrap(vllm: ModuleType, shared: Any) -> None:
     runner._update_states_after_model_execute = update_states_after_model_execute
 
 
-def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> None:
+def begin(vllm: ModuleType, runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> None:
     """Make the tables of a step of the first runner.
 
     Args:
+        vllm: The compat module of the installed vLLM.
         runner: The runner.
         shared: The layers' memory and step.
         places: Where its requests keep their rows.
@@ -91,6 +94,7 @@ def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> No
             places.announced = True
             announce(shared, runner.kv_cache_config, runner.max_model_len)
         drafted = drafted_requests(runner, places, count, scheduled, asked["use_spec_decode"])
+        _clear_unwritten(vllm, runner, drafted)
         step.num_accepted = _accepted(step.accepted, drafted, asked["num_reqs_padded"] or count)
     whole = len(drafted.requests) == count
     num_seqs = (asked["num_reqs_padded"] if whole else None) or len(drafted.requests)
@@ -102,9 +106,11 @@ def begin(runner: Any, shared: Any, places: Places, asked: dict[str, Any]) -> No
 def drafted_requests(
     runner: Any, places: Places, count: int, scheduled: dict[str, int], use_spec_decode: bool
 ) -> Drafted:
-    """Return the requests of a batch that decode: one token behind all that are known, and drafts behind that.
+    """Return the requests of a batch that decode: the last known token, and drafts behind that.
 
-    Whoever computes more than that computes a prompt, or again what was lost when it was preempted: it keeps nothing.
+    The last token of a prompt is one too if it comes alone: vLLM may pad it with placeholders for drafts, which only the
+    drafted path can leave out of a state. Whoever computes more than that computes a prompt, or again what was lost when it
+    was preempted: it keeps nothing.
     """
     batch, requests = runner.input_batch, runner.requests
     places.drop(requests)
@@ -112,14 +118,26 @@ def drafted_requests(
     chosen, taken, sizes = [], [], []
     for at, name in enumerate(batch.req_ids[:count]):
         size, computed = scheduled[name], int(batch.num_computed_tokens_cpu[at])
-        decodes = computed >= int(batch.num_prompt_tokens[at]) and computed + 1 >= requests[name].num_tokens
-        if decodes and size == 1 + max(int(drafts[at]), 0):
+        if computed + 1 >= requests[name].num_tokens and size == 1 + max(int(drafts[at]), 0):
             chosen.append(at)
             taken.append(places.take(name))
             sizes.append(size)
         else:
             places.forget(name)
     return Drafted(np.array(chosen, np.int64), np.array(taken, np.int32), np.array(sizes, np.int32))
+
+
+def _clear_unwritten(vllm: ModuleType, runner: Any, drafted: Drafted) -> None:
+    """Empty the pages of prompts that verify from their first token on: no prompt of theirs was ever written."""
+    batch = runner.input_batch
+    rows = drafted.batch[batch.num_computed_tokens_cpu[drafted.batch] == 0]
+    if not len(rows):
+        return
+    layers, pages = layers_of(runner.vllm_config), {}
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        table = batch.block_table[number].get_device_tensor(int(rows[-1]) + 1)
+        pages |= dict.fromkeys(group.layer_names, table[torch.from_numpy(rows).to(table.device), 0])
+    clear(vllm, layers, [pages[layer.prefix] for layer in layers])
 
 
 def _accepted(of_place: Int[Tensor, "R"], drafted: Drafted, count: int) -> Int[Tensor, "B"]:

@@ -62,6 +62,19 @@ def flush_window(
     window[slots.long()] = own
 
 
+def clear(vllm: ModuleType, layers: Sequence[Any], slots: Sequence[Int[Tensor, "B"]]) -> None:
+    """Make the pages of some requests those of an empty prompt, in every layer: a page comes with what another left in it.
+
+    Args:
+        vllm: The compat module of the installed vLLM.
+        layers: The plugin's layers.
+        slots: For each layer the pages of these requests.
+    """
+    for layer, pages in zip(layers, slots, strict=True):
+        vllm.state_of(layer)[pages.long()] = 0
+        vllm.window_of(layer)[pages.long()] = 0
+
+
 def flush(
     vllm: ModuleType,
     layers: Sequence[Any],

@@ -11,6 +11,7 @@ from treewy.ops import gdn
 from treewy.packed import PathTables
 from treewy.shapes import Float, Tensor
 from treewy.vllm_plugin import first_runner, second_runner, tree_attention
+from treewy.vllm_plugin.announcement import announce_rows
 from treewy.vllm_plugin.check import Checker
 from treewy.vllm_plugin.conv import tree_conv
 from treewy.vllm_plugin.memory import Memory, Sizes
@@ -239,6 +240,7 @@ def _make_shared(layer: Any, vllm_config: Any, options: Options) -> Shared:
         u_dtype=torch.bfloat16 if state_dtype == torch.bfloat16 else torch.float32,
         k_dtype=vllm_config.model_config.dtype,
     )
+    announce_rows(sizes.num_bytes, requests)
     device = layer.A_log.device
     memory, backend = Memory(sizes, device), _backend(sizes, device)
     checker = Checker(options.check_every) if options.check_every else None

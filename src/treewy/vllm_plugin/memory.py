@@ -50,6 +50,12 @@ class Sizes(NamedTuple):
         k = self.num_heads * self.key_dim * self.k_dtype.itemsize
         return u + k + 2 * 4 * self.num_value_heads
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows and of the requests' counts of them."""
+        rows = self.num_step_rows + self.num_requests * self.kept_rows
+        return self.num_layers * rows * self.row_bytes + 4 * self.num_requests
+
 
 class Memory:
     """Rows of all layers, the layers' axis first, and how many each request keeps.

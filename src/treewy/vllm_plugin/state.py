@@ -9,7 +9,7 @@ import torch
 from treewy.packed import PathTables
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.compaction import Compaction
-from treewy.vllm_plugin.flush import flush
+from treewy.vllm_plugin.flush import clear, flush
 from treewy.vllm_plugin.prefix import Boundaries, SplitCopies
 from treewy.vllm_plugin.step import Drafted, dummies
 from treewy.vllm_plugin.tree_sampler import needs_root_alone, sampler_class
@@ -71,6 +71,7 @@ def model_state_class(vllm: ModuleType) -> type:
                 }
                 self._tables = [of_layer[layer.prefix] for layer in self.treewy_layers]
                 self._flush_undrafted(self.treewy, input_batch)
+                self._clear_unwritten(input_batch)
                 self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
             super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
@@ -156,6 +157,13 @@ def model_state_class(vllm: ModuleType) -> type:
                 self.boundaries = Boundaries(vllm, self.treewy_layers, copies.block_size)
                 windows, states = vllm.split_copies(copies)
                 self._mamba_ctx = SplitCopies(copies, windows, states, self.boundaries)
+
+        def _clear_unwritten(self, batch: Any) -> None:
+            """Empty the pages of prompts that verify from their first token on: no prompt of theirs was ever written."""
+            unwritten = vllm.unwritten_rows(batch)
+            if len(unwritten):
+                rows = torch.as_tensor(unwritten, device=batch.idx_mapping.device)
+                clear(vllm, self.treewy_layers, [table[rows, 0] for table in self._tables])
 
         def _flush_undrafted(self, shared: Any, batch: Any) -> None:
             """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""

@@ -142,7 +142,7 @@ class Step:
             The paths of the requests that verified, in the step's packed rows; None if no request did.
         """
         tables, memory = self.tables, self.memory
-        if tables is None or not len(self.drafted.requests):
+        if tables is None or not (self.drafted.requests >= 0).any():  # nobody, or dummies
             return None
         count = len(self.drafted.requests)
         places, fold = tables.places[:count], tables.fold[:count]

@@ -1,73 +1,41 @@
-"""Private names that both tested versions of vLLM have alike, and what is done with the objects behind them."""
+"""What both tested versions of vLLM have alike, in terms of the objects that they share; imports nothing of vLLM."""
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 import dataclasses
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops import causal_conv1d
-from vllm.model_executor.utils import set_weight_attrs
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.model_states import mamba_hybrid
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.mtp import speculator as mtp
-from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+import numpy as np
 
-from treewy.shapes import Float, Tensor
-from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
-
-__all__ = [
-    "NO_LOGPROBS",
-    "PROCESSED_LOGPROBS_MODES",
-    "AttentionBackendEnum",
-    "CUDAGraphMode",
-    "CudaGraphManager",
-    "GDNAttentionBackend",
-    "GDNAttentionMetadata",
-    "GDNAttentionMetadataBuilder",
-    "MTPSpeculator",
-    "MambaHybridModelState",
-    "QwenGatedDeltaNetAttention",
-    "RejectionSampler",
-    "SamplerOutput",
-    "chain_conv",
-    "compute_topk_scores",
-    "conv_weight",
-    "first_runner_class",
-    "flash_attention",
-    "get_forward_context",
-    "get_num_nans",
-    "get_num_sampled_and_rejected",
-    "mamba_hybrid",
-    "mtp",
-    "one_state_per_request",
-    "pages_of",
-    "register_backend",
-    "set_weight_attrs",
-    "split_copies",
-    "state_of",
-    "window_of",
-]
-
-PROCESSED_LOGPROBS_MODES = ("processed_logprobs", "processed_logits")
+from treewy.shapes import Float, Int, Tensor
 
 # What vLLM's copies between pages know of each window and state.
 COLUMNS = (
     *("state_base_addrs", "state_block_strides", "state_elem_sizes", "state_inner_sizes", "state_conv_widths"),
     *("state_group_indices", "state_dim_row_count", "state_dim_row_stride"),
 )
+
+
+def padded_tails(batch: Any) -> Int[np.ndarray, "B"]:
+    """Return which requests of a batch run the last token of their prompt and nothing behind it but placeholders.
+
+    vLLM pads such a token to the rows of a draft, for the sake of captured graphs. Placeholders are rejected, but only
+    the drafted path can leave them out of a state.
+    """
+    drafts = batch.num_draft_tokens_per_req
+    if drafts is None:
+        return np.zeros(0, np.intp)
+    sizes = batch.num_scheduled_tokens[: batch.num_reqs]
+    return np.flatnonzero(batch.is_prefilling_np & (drafts > 0) & (sizes == drafts + 1))
+
+
+def unwritten_rows(batch: Any) -> Int[np.ndarray, "B"]:
+    """Return which requests of a batch begin with one token: vLLM runs it like one that decodes, from what is in its page.
+
+    It may come alone, or with placeholders behind it.
+    """
+    begins = batch.is_prefilling_np & (batch.num_computed_tokens_np[: batch.num_reqs] == 0)
+    alone = np.flatnonzero(begins & (batch.num_scheduled_tokens[: batch.num_reqs] == 1))
+    tails = padded_tails(batch)
+    return np.union1d(alone, tails[begins[tails]])
 
 
 def one_state_per_request(spec: Any) -> Any:
@@ -84,11 +52,6 @@ def state_of(layer: Any) -> Float[Tensor, "S HV V K"]:
     return states.view(slots, heads, key_dim, value_dim).transpose(-1, -2)
 
 
-def window_of(layer: Any) -> Float[Tensor, "S C X"]:
-    """Return the rolling windows of a layer's pages, channels first."""
-    return layer.kv_cache[0] if is_conv_state_dim_first() else layer.kv_cache[0].transpose(-1, -2)
-
-
 def pages_of(kv_cache: Tensor, head_dim: int) -> tuple[Float[Tensor, "X L HK E"], Float[Tensor, "X L HK E"]]:
     """Return the pools of keys and of values of an attention layer, which vLLM keeps heads first and side by side."""
     keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
@@ -99,49 +62,6 @@ def conv_weight(layer: Any) -> Float[Tensor, "C W"]:
     """Return the taps of a layer's convolution; vLLM packs them anew on a CPU, and keeps the old ones beside."""
     weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
     return layer.conv1d.weight.flatten(1) if weight is None else weight
-
-
-def chain_conv(layer: Any, metadata: Any, x: Float[Tensor, "N C"], max_rows: int) -> Float[Tensor, "N C"]:
-    """Run the convolution of chains: vLLM's kernel on a GPU, ours elsewhere.
-
-    Args:
-        layer: The Gated DeltaNet layer.
-        metadata: Its metadata.
-        x: Rows of the sequences that drafted.
-        max_rows: Rows of the longest chain. vLLM would take them from the table of states, which has one column only.
-    """
-    window, weight, bias = window_of(layer), conv_weight(layer), layer.conv1d.bias
-    count = metadata.num_spec_decodes
-    slots = metadata.spec_state_indices_tensor[:count, 0]
-    if x.is_cuda:
-        return causal_conv1d.causal_conv1d_update(
-            x,
-            window,
-            weight,
-            bias,
-            layer.activation,
-            conv_state_indices=slots,
-            num_accepted_tokens=metadata.num_accepted_tokens,
-            query_start_loc=metadata.spec_query_start_loc,
-            max_query_len=max_rows,
-            validate_data=False,
-        )
-    cu_rows = metadata.spec_query_start_loc[: count + 1]
-    return eager_chain_conv(x, window, weight, bias, slots, metadata.num_accepted_tokens[:count], cu_rows)
-
-
-def first_runner_class() -> type:
-    """Return the first model runner, which is imported only where it runs."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    return GPUModelRunner
-
-
-def flash_attention() -> type:
-    """Return FlashAttention's backend, which is imported only where it runs."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    return FlashAttentionBackend
 
 
 def split_copies(copies: Any) -> tuple[Any, Any]:

@@ -8,12 +8,14 @@ import numpy as np
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from treewy.shapes import Float, Int, Tensor
-from treewy.vllm_plugin.compat.common import *  # noqa: F403  (all of it is this version's too)
+from treewy.vllm_plugin.compat import common
+from treewy.vllm_plugin.compat.alike import *  # noqa: F403  (all of it is this version's too)
 
 
 def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     """Return which requests of a batch verify: those that decode, whether or not they drafted."""
-    return np.flatnonzero(~batch.is_prefilling_np & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    drafted = np.flatnonzero(~batch.is_prefilling_np & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    return np.union1d(drafted, common.padded_tails(batch))
 
 
 def second_runner_with_the_fault() -> type | None:

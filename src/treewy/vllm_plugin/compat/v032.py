@@ -9,10 +9,10 @@ from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_atten
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from treewy.shapes import Float, Int, Tensor
-from treewy.vllm_plugin.compat import common
-from treewy.vllm_plugin.compat.common import *  # noqa: F403  (all of it is this version's too)
+from treewy.vllm_plugin.compat import alike, common
+from treewy.vllm_plugin.compat.alike import *  # noqa: F403  (all of it is this version's too)
 
-__all__ = ["cpu_core", *common.__all__]  # noqa: PLE0604  (they are strings)
+__all__ = ["cpu_core", *alike.__all__]  # noqa: PLE0604  (they are strings)
 
 
 def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
@@ -20,7 +20,8 @@ def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     drafted = ~batch.is_prefilling_np
     if batch.prefill_runs_as_decode_np is not None:
         drafted = drafted | batch.prefill_runs_as_decode_np
-    return np.flatnonzero(drafted & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    drafted = np.flatnonzero(drafted & (batch.num_scheduled_tokens[: batch.num_reqs] > 0))
+    return np.union1d(drafted, common.padded_tails(batch))
 
 
 def second_runner_with_the_fault() -> type | None:
