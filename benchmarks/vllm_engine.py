@@ -17,6 +17,10 @@ from typing import Any
 from vllm_model import add_options, capacity, counters, header, make_engine, parse, token_ids
 
 
+# Requests that compile what a run needs, before anything is timed.
+WARMS = 32
+
+
 def options() -> argparse.Namespace:
     """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -45,7 +49,7 @@ def main() -> None:
 def measure(engine: Any, given: argparse.Namespace, count: int) -> dict[str, Any]:
     """Time whole runs, and runs of a few tokens to take away: what is left is decoding."""
     short = 8
-    run(engine, given, count, short)
+    run(engine, given, min(count, WARMS), short)
     rounds = []
     for _ in range(given.rounds):
         before = counters(engine)
