@@ -186,6 +186,16 @@ def _check_tree_sampling(facts: Facts) -> None:
             "logits_processors are given",
             "Leave them out",
         ),
+        "tokens without their sampling masks": (
+            facts.sampling_masks,
+            "return_sampling_mask is on",
+            "Leave it out",
+        ),
+        "the same attention in target and drafter": (
+            facts.draft_backend is not None or facts.draft_kv_dtype is not None,
+            f"the speculative config has attention_backend {facts.draft_backend} and kv_cache_dtype {facts.draft_kv_dtype}",
+            "Leave both out there",
+        ),
         "one data parallel engine": (facts.data_parallel > 1, f"there are {facts.data_parallel}", "Run them apart"),
     }
     for condition, (broken, given, remedy) in refused.items():
