@@ -11,7 +11,7 @@ from treewy.errors import RequestError, UnsupportedError
 from treewy.tree import DraftTree
 from treewy.vllm_plugin import facts, layer, tree_attention, tree_config
 from treewy.vllm_plugin.options import Options
-from treewy.vllm_plugin.refusals import refuse
+from treewy.vllm_plugin.refusals import check_tree_size, refuse
 from treewy.vllm_plugin.tree_drafter import Levels, _check_attention
 from treewy.vllm_plugin.tree_sampler import Synthetic
 from vllm_plugin.stand_in import config
@@ -79,6 +79,23 @@ def test_the_drafter_needs_room_without_graphs_too(monkeypatch: pytest.MonkeyPat
         RequestError, match=r"4 x 6 rows; max_num_batched_tokens is 23\. Set it to 24 .*max_num_seqs to 3"
     ):
         tree_config.prepare(engine("cpu", requests=4, tokens=23, monkeypatch=monkeypatch), TREE, asked=False)
+
+
+def test_synthetic_paths_longer_than_the_tree_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is loaded, as everything else is."""
+    whole = engine("cpu", requests=4, tokens=64, monkeypatch=monkeypatch)
+    whole.speculative_config.rejection_sample_method = "synthetic"
+    whole.speculative_config.synthetic_acceptance_rates = [1.0, 0.5, 0.2, *[0.0] * 11]
+    tree_config.prepare(whole, TREE, asked=False)
+    whole.speculative_config.synthetic_acceptance_rates = [1.0, 0.5, 0.2, 0.1, *[0.0] * 10]
+    with pytest.raises(RequestError, match=r"the tree has 3 levels\. Ask for 4 tokens at most"):
+        tree_config.prepare(whole, TREE, asked=False)
+
+
+def test_the_number_of_drafts_is_said_as_it_was_given() -> None:
+    """A number in quotes is none."""
+    with pytest.raises(RequestError, match=r"has 14, num_speculative_tokens is '14'"):
+        check_tree_size(TREE, "14")
 
 
 def test_softmax_layers_that_know_of_no_trees_are_refused() -> None:

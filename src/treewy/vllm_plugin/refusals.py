@@ -32,7 +32,7 @@ def refuse(vllm_config: Any, options: Options) -> None:
         _check_tree_sampling(facts)
 
 
-def check_tree_size(options: Options, drafts: int | None) -> None:
+def check_tree_size(options: Options, drafts: Any) -> None:
     """Check that vLLM was told how many drafts the tree has, if there is a tree.
 
     Args:
@@ -45,7 +45,7 @@ def check_tree_size(options: Options, drafts: int | None) -> None:
     if options.widths is not None and drafts != options.num_tree_drafts:
         raise RequestError(
             f"num_speculative_tokens must be the number of drafts in the tree; {WIDTHS} {list(options.widths)} has "
-            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts}. Pass "num_speculative_tokens": '
+            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts!r}. Pass "num_speculative_tokens": '
             f"{options.num_tree_drafts}."
         )
 

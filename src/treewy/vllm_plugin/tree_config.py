@@ -5,6 +5,7 @@ from typing import Any
 from treewy.errors import RequestError, UnsupportedError
 from treewy.vllm_plugin import compat, tree_attention
 from treewy.vllm_plugin.options import WIDTHS, Options, num_drafts
+from treewy.vllm_plugin.tree_sampler import SYNTHETIC, depth_rates
 
 # The attention backend of plugins, by vLLM's name.
 CUSTOM = "CUSTOM"
@@ -19,11 +20,15 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
         asked: Whether the user chose the sizes of captured graphs.
 
     Raises:
-        RequestError: the sizes that the user chose leave full trees without a graph; a step has no room for them.
+        RequestError: the sizes that the user chose leave full trees without a graph; a step has no room for them;
+            synthetic acceptance is of longer paths than the tree's.
         UnsupportedError: another attention backend was chosen.
     """
     if compat.platform() == "cuda":
         _take_attention(vllm_config)
+    speculative = vllm_config.speculative_config
+    if speculative.rejection_sample_method == SYNTHETIC:
+        depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
     _check_draft_room(vllm_config.scheduler_config, options)
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         _size_graphs(vllm_config, options.longest_step, asked)
