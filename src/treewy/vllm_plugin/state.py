@@ -113,6 +113,7 @@ def model_state_class(vllm: ModuleType) -> type:
             config = self.vllm_config
             num_ids = config.model_config.get_vocab_size()
             self._sampler = sampler_class(vllm)(sampler, config.speculative_config, self.treewy, num_ids)
+            self.treewy_layers[0].treewy_lasting.add(self._sampler.lasting)
             return sampler, self._sampler
 
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
