@@ -154,7 +154,10 @@ TREES_REFUSED = [
     ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
     ({"speculative__draft_sample_method": "probabilistic"}, "draft_sample_method is 'probabilistic'. Use 'greedy'."),
     ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
-    ({"speculative__method": "eagle3"}, "drafts with the model's own head; the method is 'eagle3'. Use 'mtp', or leave"),
+    (
+        {"speculative__method": "eagle3"},
+        "drafts with the model's own head; the method is 'eagle3'. Use 'mtp', or leave",
+    ),
     (
         {"speculative__use_local_argmax_reduction": True},
         "the whole vocabulary; use_local_argmax_reduction finds one. Leave it out, or leave draft_tree_widths out.",
