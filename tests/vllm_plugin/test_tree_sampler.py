@@ -314,15 +314,18 @@ def test_log_probabilities_are_those_of_the_path(mode: str) -> None:
     assert scores.logits_mode == mode.endswith("logits")
 
 
-@pytest.mark.parametrize("keeps_tables", [True, False])
-def test_rows_with_logits_decide(keeps_tables: bool) -> None:
-    """A graph's tables have rows and sequences more, and a dummy step none at all."""
+@pytest.mark.parametrize("running", ["padded", "others", "none"])
+def test_rows_with_logits_decide(running: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's tables have rows and sequences more; those of other trees do not fit, and a dummy step has none at all."""
     scene = Scene([6, 3, 6])
-    if keeps_tables:
-        drafted = scene.shared.step.drafted
-        scene.shared.step.begin(drafted, 5, 20)
+    step = scene.shared.step
+    if running == "padded":
+        step.begin(step.drafted, 5, 20)
+        monkeypatch.setattr(tree_sampler.trees, "tables", lambda *_, **__: pytest.fail("they are there"))
+    elif running == "others":
+        step.begin(step.drafted._replace(sizes=np.array([3, 6, 6], np.int32)), 3, 15)
     else:
-        scene.shared.step.tables = None
+        step.tables = None
     assert_accepted(scene, scene.run(), scene.walked())
 
 
