@@ -274,13 +274,9 @@ def test_bytes_are_those_of_the_storages(model: Model, execute: Execute) -> None
         assert counted["pages_bytes"] == report.num_blocks * block_bytes
 
 
-def family_requests() -> list[Request]:
-    return [greedy(prompt(60 + i, 20), 32) for i in range(2)]
-
-
 @pytest.mark.parametrize("name", ["moe", "next"])
 def test_other_families(name: str, model: Model, execute: Execute) -> None:
-    requests = family_requests()
+    requests = [greedy(prompt(60 + i, 20), 32) for i in range(2)]
     (served,) = execute(drafting(model(name), "reconstruct", rounds=[requests])).rounds
     assert served.probed["num_checks"] > 50
     assert served.probed["largest"] <= KERNEL_EXACT
