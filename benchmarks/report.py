@@ -209,8 +209,9 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
             for each in [[one[name] for one in run["rounds"]]]
         ]
         preemptions = sum(one["counters"].get("num_preemptions", 0) for one in run["rounds"])
+        widths = first["options"].get("widths")
         cells = (
-            run["commit"],
+            run["commit"] if widths is None else f"{run['commit']}, tree {','.join(map(str, widths))}",
             run["requests"],
             first["options"]["utilisation"],
             f"{start['num_blocks']} x {start['block_size']:,}",

@@ -16,7 +16,6 @@ from typing import Any
 
 from vllm_model import add_options, capacity, counters, header, make_engine, parse, token_ids
 
-
 # Requests that compile what a run needs, before anything is timed.
 WARMS = 32
 

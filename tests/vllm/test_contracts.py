@@ -18,6 +18,22 @@ def test_both_tested_versions_are_pinned() -> None:
         assert sorted(key.split(":")[1] for key in pins) == sorted(hook.name for hook in hooks.of_version(minor))
 
 
+@pytest.mark.parametrize("version", PINS)
+def test_the_probe_expects_what_is_pinned(version: str) -> None:
+    """Of the version that is not installed, too."""
+    expected = {
+        (hook.module.removeprefix("vllm."), hook.name): hook.parameters
+        for hook in hooks.of_version(versions.Version.parse(version)[:2])
+    }
+    found = {}
+    for key, pin in PINS[version].items():
+        file, name = key.split(":")
+        arguments = ast.parse(f"def f{pin.signature}: ...").body[0].args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        found[file.removesuffix(".py").removesuffix("/__init__").replace("/", "."), name] = " ".join(names)
+    assert found == expected
+
+
 def test_upstream_has_not_moved() -> None:
     """On a patch release of a tested version, as on the version itself."""
     version = versions.installed()

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 import pytest
@@ -96,6 +97,7 @@ def test_every_command_asks_for_something() -> None:
     assert [asked_for(words) for words in commands(PAGE)] == [
         Options("reconstruct"),
         Options("ring", ring_capacity=8),
+        Options("reconstruct", widths=(2, 2, 2)),
     ]
     assert commands(README) == commands(PAGE)[:1]
 
@@ -138,22 +140,46 @@ def test_bytes_in_the_text() -> None:
 
 
 def test_kv_tokens_that_were_logged() -> None:
-    first, earlier = table("of treewy at 458b708"), table("of an\nearlier commit")
-    stock = f"{made('reconstruct').stock.kv_tokens:,}"
     ours = {commit: made(commit).treewy.kv_tokens for commit in ("reconstruct", "ring")}
-    assert first[0][1] == earlier[1][1] == stock
-    assert first[1][1] == f"{ours['reconstruct']:,} (2.11 x)"
-    assert earlier[3][1] == f"{ours['ring']:,}"
+    stock = made("reconstruct").stock.kv_tokens
+    shown = f"{stock:,}\nand {ours['reconstruct']:,} KV tokens at 4,096, and {ours['ring']:,} with `ring`"
+    assert shown in PAGE
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    lines = (ROOT / "benchmarks" / "results" / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def runs(utilisation: str, requests: int, commit: str, speed: str) -> list[float]:
+    """Return what each process of an engine measured."""
+    lines = [entry["line"] for entry in results(f"pairs-h200-{utilisation}.jsonl")]
+    kinds = (utilisation, requests, commit)
+    return [x[speed] for x in lines if x.get("row") == "run" and (utilisation, x["requests"], x["commit"]) == kinds]
 
 
 def test_speed_is_that_of_the_result_files() -> None:
-    rows = table("of treewy at 458b708")
-    for commit, row in zip(("store_all", "reconstruct"), rows, strict=True):
-        lines = (ROOT / "benchmarks" / "results" / f"vllm-h200-{commit}.jsonl").read_text().splitlines()
-        head, _, run = map(json.loads, lines)
-        assert head["environment"]["sha"].startswith("458b708")
-        assert row[2].split(" (")[0] == f"{run['decode_tokens_per_s']:,.0f}"
-        assert row[3].split(" (")[0] == f"{run['tokens_per_s']:,.0f}"
+    rows = table("[README](../README.md) has all of it")
+    speeds = ("decode_tokens_per_s", "tokens_per_s")
+    at_60 = {commit: [runs("0.6", 256, commit, x) for x in speeds] for commit in ("none", "store_all", "reconstruct")}
+    for (decode, whole), row in zip(at_60.values(), rows[:3], strict=True):
+        assert len(decode) == 3
+        assert row[2].strip("*") == f"{median(decode):,.0f} ({min(decode):,.0f}-{max(decode):,.0f})"
+        assert row[5] == f"{median(whole):,.0f}"
+    ours, base, none = (median(at_60[commit][0]) for commit in ("reconstruct", "store_all", "none"))
+    assert [cell.strip("*") for cell in rows[2][3:5]] == [f"{ours / base:.2f}", f"{ours / none:.2f}"]
+    for requests, pair in ((128, rows[3:5]), (1, rows[5:7])):
+        stock, mine = (runs("0.9", requests, commit, speeds[0]) for commit in ("store_all", "reconstruct"))
+        assert pair[0][2] == " and ".join(f"{x:,.0f}" for x in sorted(stock))
+        assert pair[1][2] == f"{mine[0]:,.0f}"
+        assert pair[1][3].strip("*") == f"{mine[0] / median(stock):.2f}"
+
+
+def test_speed_of_trees_is_that_of_the_result_file() -> None:
+    head, _, *measured = results("vllm-h200-trees.jsonl")
+    assert head["environment"]["sha"].startswith("374abd54")
+    one, eight, many = (f"{run['decode_tokens_per_s']:,.0f}" for run in measured)
+    assert f"{one}, {eight} and {many} tokens/s at 1, 8 and 32 requests" in PAGE
 
 
 def test_messages_in_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:

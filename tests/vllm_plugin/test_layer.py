@@ -181,32 +181,44 @@ def test_deep_sleep(ragged: bool, garbage: int) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rows_of_both_kinds_go_their_ways(whole: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault D07: each sees its own rows in order, of its own metadata; what the other reads is back afterwards."""
+@pytest.mark.parametrize(("leading", "drafts", "others"), [(None, [3, 4], [0, 1, 2, 5]), (2, [0, 1], [2, 3, 4, 5])])
+def test_rows_of_both_kinds_go_their_ways(
+    whole: Any, leading: int | None, drafts: list[int], others: list[int], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault D07: each sees its own rows in order, of its own metadata; what the other reads is back afterwards.
+
+    Where rows of drafts come first, both kinds run where they lie; else they are gathered, and brought back.
+    """
     context = SimpleNamespace(seen=[], fails=fails)
     (made,) = layers(whole, 1, context)
+    rest = SimpleNamespace(num_actual_tokens=len(others))
     mixed = SimpleNamespace(
         spec_sequence_masks="masks",
-        rest="rest",
-        spec_token_indx=torch.tensor([3, 4], dtype=torch.int32),
-        non_spec_token_indx=torch.tensor([0, 1, 2, 5], dtype=torch.int32),
+        rest=rest,
+        leading_rows=leading,
+        spec_token_indx=torch.tensor(drafts, dtype=torch.int32),
+        non_spec_token_indx=torch.tensor(others, dtype=torch.int32),
     )
     context.attn_metadata = {"layer0": mixed, "layer1": "another's"}
     drafted: list[Any] = []
 
     def verify(self: Any, given: Any, x: Any, b: Any, a: Any, out: Any) -> None:
         drafted.append((given, x[:, 0].tolist(), b.tolist(), a.tolist()))
+        in_place.append(out.untyped_storage().data_ptr() == whole_out.untyped_storage().data_ptr())
         out.fill_(-1.0)
 
+    in_place: list[bool] = []
     monkeypatch.setattr(type(made), "_drafted", verify)
-    rows = torch.arange(6.0)[:, None].expand(6, WIDE)
-    out = torch.full((8, VALUE_HEADS, DIM), 9.0)  # two rows of padding
+    rows = torch.arange(8.0)[:, None].expand(8, WIDE)  # two rows of padding
+    whole_out = torch.full((8, VALUE_HEADS, DIM), 9.0)
     with pytest.raises(RuntimeError, match="a kernel fails") if fails else nullcontext():
-        made._forward_core(rows, torch.arange(6.0), torch.arange(6.0) + 10, out)
+        made._forward_core(rows, torch.arange(8.0), torch.arange(8.0) + 10, whole_out)
     if not fails:
-        assert out[:, 0, 0].tolist() == [0, 1, 2, -1, -1, 5, 9, 9]
-    assert drafted == [(mixed, [3, 4], [3, 4], [13, 14])]
-    assert context.seen == ["rest"]
+        assert whole_out[:6, 0, 0].tolist() == [-1 if row in drafts else row for row in range(6)]
+        assert whole_out[6:].eq(9).all()
+    assert drafted == [(mixed, drafts, drafts, [row + 10 for row in drafts])]
+    assert in_place == [leading is not None]
+    assert context.seen == [rest]
     assert context.attn_metadata == {"layer0": mixed, "layer1": "another's"}
 
 

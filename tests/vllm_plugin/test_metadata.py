@@ -41,7 +41,10 @@ class Builder:
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self.supports_update_block_table = True
-        self.spec_state_indices_tensor = torch.full((8, 4), 9, dtype=torch.int32, device=device)
+        self.vllm_config, self.kv_cache_spec, self.given = vllm_config, kv_cache_spec, None
+        graphs = vllm_config.graphs
+        # As large as the largest captured graph, which in an eager engine is of nothing.
+        self.spec_state_indices_tensor = torch.full((graphs, 4), 9, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common: Any, num_accepted: Any = None, drafts: Any = None, **options: Any
@@ -68,15 +71,38 @@ def backend() -> Any:
     """Return the plugin's backend over these."""
     base = type("Backend", (), {})
     return backend_class(
-        compat(GDNAttentionMetadata=Metadata, GDNAttentionMetadataBuilder=Builder, GDNAttentionBackend=base)
+        compat(
+            GDNAttentionMetadata=Metadata,
+            GDNAttentionMetadataBuilder=Builder,
+            GDNAttentionBackend=base,
+            NULL_BLOCK_ID=0,
+            mamba_get_block_table_tensor=lambda table, seq_lens, spec, mode: table,
+        )
     )
 
 
-def builder(step: Step) -> Any:
-    """Return a builder for layers of a step."""
+def builder(step: Step, *, graphs: int = 8) -> Any:
+    """Return a builder for layers of a step, in an engine with graphs of so many tokens."""
     layer = SimpleNamespace(treewy=SimpleNamespace(step=step))
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        graphs=graphs,
+    )
     return backend().get_builder_cls()(None, ["a"], config, torch.device("cpu"))
+
+
+def common(lens: list[int]) -> SimpleNamespace:
+    """Return what vLLM knows of a batch, one of whose requests have pages of the numbers 11, 12, ..."""
+    count, starts = len(lens), np.concatenate([[0], np.cumsum(lens)])
+    return SimpleNamespace(
+        lens=lens,
+        num_actual_tokens=int(starts[-1]),
+        num_reqs=count,
+        query_start_loc_cpu=torch.from_numpy(starts),
+        block_table_tensor=torch.arange(11, 11 + count)[:, None].repeat(1, 2),
+        seq_lens=torch.tensor(lens) + 5,
+    )
 
 
 def step(batch: list[int], rows: list[int], *, padding: int = 0) -> Step:
@@ -92,10 +118,9 @@ def test_the_step_says_who_verifies(given: list[int]) -> None:
     """Fault A01: not vLLM's counts of drafts: with none drafted, an older one leaves the path that knows of kept rows."""
     running = step([0, 2], [4, 1])
     made = builder(running)
-    common = SimpleNamespace(lens=[4, 5, 1, 0], num_actual_tokens=10)
     accepted = torch.tensor([2, 1, 3, 1])
     drafts = torch.tensor(given, dtype=torch.int32)
-    built = made.build(0, common, accepted, drafts, fast_build=True)
+    built = made.build(0, common([4, 5, 1, 0]), accepted, drafts, fast_build=True)
     assert made.given.tolist() == [1, -1, 1, -1]
     assert drafts.tolist() == given  # it is vLLM's
     assert made.options == {"fast_build": True}
@@ -103,23 +128,60 @@ def test_the_step_says_who_verifies(given: list[int]) -> None:
     assert built.num_accepted_tokens is accepted
 
 
-def test_a_batch_that_verifies_has_no_rest() -> None:
-    """Padding of a captured graph is no prompt."""
-    running = step([0, 1], [4, 4], padding=1)
-    common = SimpleNamespace(lens=[4, 4, 0], num_actual_tokens=9)
-    built = builder(running).build(0, common, torch.ones(3), torch.tensor([3, 3, -1]))
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_batch_that_verifies_is_all_tables(padding: int) -> None:
+    """Padding of a captured graph is no prompt, and has the page that is nobody's."""
+    running = step([0, 1], [4, 4], padding=padding)
+    made = builder(running)
+    accepted = torch.tensor([2, 3, 7][: 2 + padding], dtype=torch.int32)
+    built = made.build(0, common([4, 4, *[0] * padding]), accepted, torch.tensor([3, 3, -1][: 2 + padding]))
+    assert made.given is None  # vLLM's own tables, of which layers read nothing, are not made
     assert built.treewy is running.tables
     assert built.rest is None
+    assert built.spec_sequence_masks is not None
+    assert built.spec_state_indices_tensor.tolist() == [[11], [12], [0]][: 2 + padding]
+    assert built.num_accepted_tokens.tolist() == [2, 3, 1][: 2 + padding]
+    assert built.spec_query_start_loc.tolist() == [0, 4, 8, 8][: 3 + padding]
+    assert (built.num_spec_decodes, built.num_prefills, built.num_decodes) == (2 + padding, 0, 0)
+
+
+def test_eager_steps_are_as_large_as_they_like() -> None:
+    made = builder(step([0, 1], [4, 4]), graphs=0)
+    built = made.build(0, common([4, 4]), torch.ones(2, dtype=torch.int32), torch.tensor([3, 3]))
+    assert built.spec_state_indices_tensor.tolist() == [[11], [12]]
+
+
+def test_groups_of_layers_share_what_graphs_read() -> None:
+    """The same buffers in every step, written once in each."""
+    running = step([0, 1], [4, 4])
+    one, other = builder(running), builder(running)
+    accepted = torch.tensor([2, 3], dtype=torch.int32)
+    first = one.build(0, common([4, 4]), accepted, torch.tensor([3, 3]))
+    second = other.build(0, common([4, 4]), accepted + 5, torch.tensor([3, 3]))
+    assert second.num_accepted_tokens.tolist() == [2, 3]
+    where = [first.num_accepted_tokens.data_ptr(), first.spec_state_indices_tensor.data_ptr()]
+    running.begin(running.drafted, 2, 8)
+    again = one.build(0, common([4, 4]), accepted + 1, torch.tensor([3, 3]))
+    assert again.num_accepted_tokens.tolist() == [3, 4]
+    assert [again.num_accepted_tokens.data_ptr(), again.spec_state_indices_tensor.data_ptr()] == where
+
+
+def test_the_first_runners_own_counts_are_not_used() -> None:
+    running = step([0, 1], [4, 4])
+    running.num_accepted = torch.tensor([4, 1], dtype=torch.int32)
+    built = builder(running).build(0, common([4, 4]), None, None)
+    assert built.num_accepted_tokens.tolist() == [4, 1]
 
 
 def test_the_rest_is_a_batch_of_its_own() -> None:
     """Prompts beside requests that verify: their own counts and tables, and nothing of the others."""
     built = builder(step([0, 2], [4, 1])).build(
-        0, SimpleNamespace(lens=[4, 5, 1, 7], num_actual_tokens=17), torch.ones(4), torch.tensor([3, -1, 0, -1])
+        0, common([4, 5, 1, 7]), torch.ones(4, dtype=torch.int32), torch.tensor([3, -1, 0, -1])
     )
     rest = built.rest
     assert (rest.num_prefills, rest.num_prefill_tokens, rest.num_decodes, rest.num_decode_tokens) == (2, 12, 0, 0)
     assert rest.num_actual_tokens == 12
+    assert built.leading_rows is None  # a prompt comes between
     assert (rest.num_spec_decodes, rest.num_spec_decode_tokens) == (0, 0)
     assert (rest.non_spec_query_start_loc, rest.chunk_indices) == ("starts of others", "chunks")
     spec = ("sequence_masks", "query_start_loc", "state_indices_tensor", "token_indx")
@@ -128,20 +190,27 @@ def test_the_rest_is_a_batch_of_its_own() -> None:
     assert (built.num_spec_decodes, built.spec_token_indx, built.non_spec_token_indx) == (2, "rows", "other rows")
 
 
+def test_rows_that_verify_may_lead() -> None:
+    built = builder(step([0, 1], [4, 1])).build(
+        0, common([4, 1, 5]), torch.ones(3, dtype=torch.int32), torch.tensor([3, 0, -1])
+    )
+    assert (built.leading_rows, built.rest.num_actual_tokens) == (5, 5)
+
+
 def test_nobody_verifies() -> None:
     made = builder(step([], []))
-    built = made.build(0, SimpleNamespace(lens=[5], num_actual_tokens=5), torch.ones(1), torch.tensor([-1]))
+    built = made.build(0, common([5]), torch.ones(1), torch.tensor([-1]))
     assert (built.treewy, built.rest, built.num_decodes) == (None, None, 5)
-    assert made.build(0, SimpleNamespace(lens=[5], num_actual_tokens=5)).treewy is None  # nor does anything draft
+    assert made.build(0, common([5])).treewy is None  # nor does anything draft
 
 
 def test_graphs_are_captured_of_dummies() -> None:
     """Fault L12: what is captured reads the tables that every later step is written to."""
     running = step([0, 1], [4, 4])
     made = builder(running)
-    built = made.build_for_cudagraph_capture(SimpleNamespace(lens=[4, 4], num_actual_tokens=8))
-    assert made.given.tolist() == [1, 1]
+    built = made.build_for_cudagraph_capture(common([4, 4]))
     assert built.treewy is running.tables
+    assert built.num_accepted_tokens.tolist() == [4, 4]
 
 
 def test_buffers_of_graphs_have_one_state() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from treewy.errors import RequestError, UnsupportedError
-from treewy.vllm_plugin import facts, refusals
+from treewy.vllm_plugin import facts
 from treewy.vllm_plugin.options import Options
 from treewy.vllm_plugin.refusals import refuse
 from vllm_plugin.stand_in import config
@@ -150,27 +150,45 @@ def test_a_history_must_hold_a_path() -> None:
         refuse(config(), Options("ring", ring_capacity=3))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
-        (
-            {"speculative__draft_sample_method": "probabilistic"},
-            "draft_sample_method is 'probabilistic'. Use 'greedy'.",
-        ),
-        ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
-        ({}, "The plugin drafts chains; trees are not here yet"),
-    ],
-)
+TREES_REFUSED = [
+    ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
+    ({"speculative__draft_sample_method": "probabilistic"}, "draft_sample_method is 'probabilistic'. Use 'greedy'."),
+    ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
+    (
+        {"speculative__method": "eagle3"},
+        "drafts with the model's own head; the method is 'eagle3'. Use 'mtp', or leave",
+    ),
+    (
+        {"speculative__use_local_argmax_reduction": True},
+        "the whole vocabulary; use_local_argmax_reduction finds one. Leave it out, or leave draft_tree_widths out.",
+    ),
+    (
+        {"parallel__enable_batch_sharded_sampling": True},
+        "one sampler for the whole batch; enable_batch_sharded_sampling is on. Leave it out",
+    ),
+    (
+        {"model__logits_processors": ["mine"]},
+        "logits that depend on nothing but the row; logits_processors are given. Leave them out",
+    ),
+    ({"parallel__data_parallel_size": 2}, "one data parallel engine; there are 2. Run them apart"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), TREES_REFUSED)
 def test_what_trees_cannot_do(changes: dict[str, Any], message: str) -> None:
+    """And chains can."""
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         refuse(config(**TREE_DRAFTS, **changes), TREE)
+    refuse(config(**changes), CHAIN)
 
 
-def test_lifting_the_last_refusal_lets_trees_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "_check_trees_are_here", lambda: None)
-    refuse(config(**TREE_DRAFTS), TREE)
-    refuse(config(**TREE_DRAFTS), Options("ring", (2, 2), ring_capacity=3))
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize("acceptance", ["standard", "synthetic"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_trees_run(version: str, acceptance: str, dtype: str) -> None:
+    changes = {"speculative__rejection_sample_method": acceptance, "cache__cache_dtype": dtype}
+    refuse(config(version, **TREE_DRAFTS, **changes), TREE)
+    refuse(config(version, **TREE_DRAFTS, **changes), Options("ring", (2, 2), ring_capacity=3))
 
 
 def test_checks_need_eager_steps():

@@ -129,7 +129,8 @@ def test_hooks_of_a_version() -> None:
         assert len({(hook.module, hook.name) for hook in found}) == len(found)
         assert not any(hook.only == other for hook in found)
     assert set(hooks.of_version(OLD)) | set(hooks.of_version(NEW)) == set(HOOKS)
-    assert [hook.name for hook in HOOKS if hook.cpu] == ["cpu_gdn_attention_core", "_spec_forward"]
+    assert {hook.module.rpartition(".")[2] for hook in HOOKS if hook.cpu} == {"gdn_attention", "cpu_attn", "selector"}
+    assert {hook.module.rpartition(".")[2] for hook in HOOKS if hook.gpu} == {"flash_attn"}
 
 
 def test_a_probe_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +147,10 @@ def test_a_probe_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     as_expected = Hook("probed", "Layer.forward", "self x y")
     other = Hook("probed", "Layer.forward", "self x")
     gone, nowhere = Hook("probed", "Layer.backward", "self"), Hook("not_there", "f", "")
-    only_on_cpu = nowhere._replace(cpu=True)
+    only_on_cpu, only_on_gpu = nowhere._replace(cpu=True), nowhere._replace(gpu=True)
     assert hooks.find_mismatches((as_expected, only_on_cpu), on_cpu=False) == []
+    assert hooks.find_mismatches((as_expected, only_on_gpu), on_cpu=True) == []
+    assert len(hooks.find_mismatches((only_on_gpu,), on_cpu=False)) == 1
     found = hooks.find_mismatches((as_expected, other, gone, nowhere, only_on_cpu), on_cpu=True)
     assert found[0] == "probed:Layer.forward takes (self x y) instead of (self x)"
     assert found[1].startswith("probed:Layer.backward is missing (")

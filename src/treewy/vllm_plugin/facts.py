@@ -41,6 +41,9 @@ class Facts(NamedTuple):
         local_argmax: Whether GPUs find the likeliest draft among their shares of the vocabulary.
         sharded_sampling: Whether GPUs share a batch out for sampling.
         logits_processors: Whether the model has logits processors of its user.
+        sampling_masks: Whether it is to say which tokens sampling left.
+        draft_backend: Attention backend of the drafter, where it has one of its own.
+        draft_kv_dtype: Of the drafter's keys and values, likewise.
         data_parallel: Engines that share the requests.
     """
 
@@ -67,6 +70,9 @@ class Facts(NamedTuple):
     local_argmax: bool
     sharded_sampling: bool
     logits_processors: bool
+    sampling_masks: bool
+    draft_backend: str | None
+    draft_kv_dtype: str | None
     data_parallel: int
 
 
@@ -99,6 +105,9 @@ def read(vllm_config: Any) -> Facts:
         local_argmax=bool(getattr(speculative, "use_local_argmax_reduction", False)),
         sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
         logits_processors=bool(getattr(model, "logits_processors", None)),
+        sampling_masks=bool(getattr(model, "return_sampling_mask", False)),
+        draft_backend=_name(getattr(speculative, "attention_backend", None)),
+        draft_kv_dtype=getattr(speculative, "kv_cache_dtype", None),
         data_parallel=parallel.data_parallel_size,
     )
 
@@ -106,6 +115,10 @@ def read(vllm_config: Any) -> Facts:
 def _state_dtype(model: Any, cache: Any) -> str:
     asked = (cache.mamba_ssm_cache_dtype, cache.mamba_cache_dtype)
     return next((x for x in asked if x != "auto"), str(model.dtype).removeprefix("torch."))
+
+
+def _name(backend: Any) -> str | None:
+    return None if backend is None else str(backend.name)
 
 
 def _dynamic_drafts(speculative: Any) -> str | None:

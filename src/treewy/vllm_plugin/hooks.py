@@ -8,6 +8,9 @@ import inspect
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from treewy.vllm_plugin import tree_hooks
+from treewy.vllm_plugin.tree_hooks import NEW, OLD
+
 
 class Hook(NamedTuple):
     """A function or method of vLLM.
@@ -17,7 +20,7 @@ class Hook(NamedTuple):
         name: Its qualified name there.
         parameters: Names of its parameters, in order.
         only: The tested minor version that has it, as in (0, 32); None if all do.
-        cpu: Whether it runs on a CPU only, and may be impossible to import elsewhere.
+        cpu, gpu: Whether it runs on a CPU or on a GPU only, and may be impossible to import elsewhere.
     """
 
     module: str
@@ -25,9 +28,9 @@ class Hook(NamedTuple):
     parameters: str
     only: tuple[int, int] | None = None
     cpu: bool = False
+    gpu: bool = False
 
 
-OLD, NEW = (0, 26), (0, 32)
 LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 BASE = "vllm.model_executor.layers.mamba.abstract"
 METADATA = "vllm.v1.attention.backends.gdn_attn"
@@ -36,6 +39,7 @@ STATE = f"{STATES}.mamba_hybrid"
 ARGUMENTS = "vllm.engine.arg_utils"
 CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 COPIES = "vllm.v1.worker.mamba_utils"
+PAGES = "vllm.v1.attention.backends.utils"
 SECOND = "vllm.v1.worker.gpu.model_runner"
 FIRST = "vllm.v1.worker.gpu_model_runner"
 MOVED = "self num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
@@ -69,6 +73,7 @@ HOOKS = (
         "self metadata blk_table slot_mapping",
         only=NEW,
     ),
+    Hook(PAGES, "mamba_get_block_table_tensor", "block_table seq_lens kv_cache_spec mamba_cache_mode"),
     Hook(STATE, "MambaHybridModelState.__init__", "self vllm_config model encoder_cache device"),
     Hook(STATE, "MambaHybridModelState.add_request", "self req_index new_req_data"),
     Hook(
@@ -107,7 +112,6 @@ HOOKS = (
     ),
     Hook(STATES, "init_model_state", "vllm_config model encoder_cache device"),
     Hook(STATES, "resolve_model_state_cls", "vllm_config model", only=NEW),
-    Hook(ARGUMENTS, "EngineArgs.create_speculative_config", "self target_model_config target_parallel_config"),
     Hook(ARGUMENTS, "EngineArgs.create_engine_config", "self usage_context headless"),
     Hook(CPU, "cpu_gdn_attention_core", "mixed_qkv b a core_attn_out layer_name", only=NEW, cpu=True),
     Hook(
@@ -116,6 +120,11 @@ HOOKS = (
         "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width state_len",
         only=NEW,
         cpu=True,
+    ),
+    *(
+        Hook(found.module, name, parameters, found.only, found.cpu, found.gpu)
+        for found in tree_hooks.TABLE
+        for name, parameters in found.parameters.items()
     ),
 )
 
@@ -127,7 +136,7 @@ def of_version(minor: tuple[int, int]) -> tuple[Hook, ...]:
 
 def find_mismatches(hooks: tuple[Hook, ...], *, on_cpu: bool) -> list[str]:
     """Return what the installed vLLM has otherwise than `hooks` say: one line each, nothing if all is as expected."""
-    found = [_mismatch(hook) for hook in hooks if on_cpu or not hook.cpu]
+    found = [_mismatch(hook) for hook in hooks if not (hook.gpu if on_cpu else hook.cpu)]
     return [line for line in found if line]
 
 

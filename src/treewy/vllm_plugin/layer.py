@@ -205,6 +205,10 @@ class _Lasting(torch.nn.Module):
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
+        self.add(tensors)
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Have more of them saved: the drafter's and the sampler's are made after the layers."""
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 

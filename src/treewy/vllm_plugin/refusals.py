@@ -32,7 +32,7 @@ def refuse(vllm_config: Any, options: Options) -> None:
         _check_tree_sampling(facts)
 
 
-def check_tree_size(options: Options, drafts: int | None) -> None:
+def check_tree_size(options: Options, drafts: Any) -> None:
     """Check that vLLM was told how many drafts the tree has, if there is a tree.
 
     Args:
@@ -45,7 +45,7 @@ def check_tree_size(options: Options, drafts: int | None) -> None:
     if options.widths is not None and drafts != options.num_tree_drafts:
         raise RequestError(
             f"num_speculative_tokens must be the number of drafts in the tree; {WIDTHS} {list(options.widths)} has "
-            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts}. Pass "num_speculative_tokens": '
+            f'{options.num_tree_drafts}, num_speculative_tokens is {drafts!r}. Pass "num_speculative_tokens": '
             f"{options.num_tree_drafts}."
         )
 
@@ -185,6 +185,16 @@ def _check_tree_sampling(facts: Facts) -> None:
             facts.logits_processors,
             "logits_processors are given",
             "Leave them out",
+        ),
+        "tokens without their sampling masks": (
+            facts.sampling_masks,
+            "return_sampling_mask is on",
+            "Leave it out",
+        ),
+        "the same attention in target and drafter": (
+            facts.draft_backend is not None or facts.draft_kv_dtype is not None,
+            f"the speculative config has attention_backend {facts.draft_backend} and kv_cache_dtype {facts.draft_kv_dtype}",
+            "Leave both out there",
         ),
         "one data parallel engine": (facts.data_parallel > 1, f"there are {facts.data_parallel}", "Run them apart"),
     }

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.packed import PathTables
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.compaction import Compaction
@@ -29,7 +30,9 @@ def model_state_class(vllm: ModuleType) -> type:
             super().__init__(vllm_config, *args, **kwargs)
             self.treewy_layers = layers_of(vllm_config)
             self.treewy = self.treewy_layers[0].treewy if self.treewy_layers else None
-            self._runs_requests = self._announced = self._shifts = False
+            if self.treewy is not None:
+                self.treewy.step.tracks = False  # vLLM knows
+            self._runs_requests = self._announced = self._is_real = False
             self._sampler: Any = None
             self._compaction: Compaction | None = None
             self._group_of_layer: torch.Tensor | None = None
@@ -83,11 +86,19 @@ def model_state_class(vllm: ModuleType) -> type:
                 else:
                     sizes = input_batch.num_scheduled_tokens[: input_batch.num_reqs]
                     drafted = dummies(sizes, self.treewy.memory.sizes.step_rows)
-                self._shifts, self._runs_requests = self._runs_requests, False
+                self._is_real, self._runs_requests = self._runs_requests, False
                 full = cudagraph_mode == vllm.CUDAGraphMode.FULL
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
-                self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full)
+                of_all = len(drafted.requests) == input_batch.num_reqs
+                if full and not of_all:
+                    raise UnsupportedError(
+                        f"A captured step must be of requests that verify; {input_batch.num_reqs - len(drafted.requests)} of "
+                        f"{input_batch.num_reqs} do not, and the graph would read tables of an earlier step. Pass "
+                        "--enforce-eager, and report this: vLLM is not expected to ask for it."
+                    )
+                requests = input_batch.idx_mapping if of_all and self._is_real else None
+                self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full, requests=requests)
                 if self.treewy.trees is not None:
                     self.treewy.trees.begin(drafted, self.treewy.step.tables, input_batch)
                 if self.boundaries is not None:
@@ -97,7 +108,7 @@ def model_state_class(vllm: ModuleType) -> type:
         def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             """Give rows of trees the positions that their depths say; their places in the caches are made by now."""
             inputs = super().prepare_inputs(input_batch, *args, **kwargs)
-            if self._shifts and self.treewy is not None and self.treewy.trees is not None:
+            if self._is_real and self.treewy is not None and self.treewy.trees is not None:
                 self.treewy.trees.shift_positions(input_batch.positions)
                 if "positions" in inputs:
                     self.treewy.trees.shift_positions(inputs["positions"])
@@ -109,6 +120,7 @@ def model_state_class(vllm: ModuleType) -> type:
             config = self.vllm_config
             num_ids = config.model_config.get_vocab_size()
             self._sampler = sampler_class(vllm)(sampler, config.speculative_config, self.treewy, num_ids)
+            self.treewy_layers[0].treewy_lasting.add(self._sampler.lasting)
             return sampler, self._sampler
 
         def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:

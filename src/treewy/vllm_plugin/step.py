@@ -74,6 +74,7 @@ class Step:
         drafted: The requests that the running step verifies.
         keeps: Per request, whether it may keep rows. How many, only the device knows.
         tables: Of the running step; None between steps.
+        tracks: Whether `accepted` is written: for a runner that does not know how many rows a request accepted.
         accepted: Per request, the rows that it accepted in its last step; 1 before its first.
         num_accepted: The same for each request of the engine's batch, where vLLM's own counts cannot be had.
         counts: What was counted of all steps.
@@ -95,10 +96,12 @@ class Step:
         self._holds_full_trees = False
         self.drafted = Drafted(*(np.zeros(0, np.int32),) * 3)
         self.keeps = np.zeros(seqs, bool)
+        self.tracks = True
         self.accepted: Int[Tensor, "R"] = torch.ones(seqs, **options)
         self.num_accepted: Int[Tensor, "X"] | None = None
         self.tables: Tables | None = None
         self.counts, self._full_graph = Counts(sizes, device), False
+        self._accepted, self._shares = torch.ones(seqs, **options), False
 
     @property
     def requests(self) -> Int[Tensor, "R"]:
@@ -113,7 +116,15 @@ class Step:
         constants = {"none": self._none, "largest": self._largest, "along": self._along, "starts": self._starts}
         return {"lengths": self.memory.lengths, "accepted": self.accepted} | constants | of_trees | self.counts.lasting
 
-    def begin(self, drafted: Drafted, num_seqs: int, num_rows: int, *, full_graph: bool = False) -> None:
+    def begin(
+        self,
+        drafted: Drafted,
+        num_seqs: int,
+        num_rows: int,
+        *,
+        full_graph: bool = False,
+        requests: Int[Tensor, "X"] | None = None,
+    ) -> None:
         """Write the tables of a step.
 
         Args:
@@ -121,14 +132,32 @@ class Step:
             num_seqs: Sequences to make tables for: theirs, or more where a captured graph has more (they are inert).
             num_rows: Rows likewise.
             full_graph: Whether the step replays a captured graph of whole steps.
+            requests: `drafted.requests` where they lie on the device already.
         """
         self.drafted, self._full_graph, count = drafted, full_graph, len(drafted.requests)
+        self._shares = False
         places, fold = self._places[:num_seqs], self._fold[:num_seqs]
-        places[count:] = -1
-        places[:count] = _to_device(drafted.requests, places.device)
+        places[:count] = _to_device(drafted.requests, places.device) if requests is None else requests[:count]
+        if count < num_seqs:
+            places[count:] = -1
         capacity, largest = self.memory.sizes.kept_rows, self._largest[:num_seqs]
         gdn.choose_folds(self.memory.lengths, places, largest, capacity, out=fold, backend=self.backend)
         self.tables = Tables(places, fold, self._tree(drafted.sizes, num_seqs, num_rows))
+
+    def share_accepted(self, num_accepted: Int[Tensor, "X"], num_seqs: int) -> Int[Tensor, "B"]:
+        """Return how many rows each sequence accepted in its last step, in a buffer that is written once per step.
+
+        Args:
+            num_accepted: The same, of a whole batch of requests that verify; entries behind them do not matter.
+            num_seqs: Sequences of the step's tables.
+        """
+        count, shared = len(self.drafted.requests), self._accepted[:num_seqs]
+        if not self._shares:
+            shared[:count].copy_(num_accepted[:count])
+            if count < num_seqs:
+                shared[count:].fill_(1)
+            self._shares = True
+        return shared
 
     def finish(self, num_sampled: Int[Tensor, "X"], path: Int[Tensor, "X P"] | None = None) -> PathTables | None:
         """Keep the rows that were accepted: the root of each tree and its accepted drafts.
@@ -155,7 +184,8 @@ class Step:
         gdn.settle(memory.lengths, places, self._none[:count], fold, backend=self.backend)
         gdn.append_layers(memory.kept, places, memory.step, path_tables, backend=self.backend)
         gdn.settle(memory.lengths, places, path_tables.lengths, self._none[:count], backend=self.backend)
-        self.accepted[places.long()] = path_tables.lengths
+        if self.tracks:
+            self.accepted[places.long()] = path_tables.lengths
         self.keeps[self.drafted.requests] = True
         self.tables = None
         self.counts.observe(self.drafted.sizes, num_sampled[:count], fold, full_graph=self._full_graph)

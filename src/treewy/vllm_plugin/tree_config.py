@@ -4,7 +4,8 @@ from typing import Any
 
 from treewy.errors import RequestError, UnsupportedError
 from treewy.vllm_plugin import compat, tree_attention
-from treewy.vllm_plugin.options import WIDTHS, Options
+from treewy.vllm_plugin.options import WIDTHS, Options, num_drafts
+from treewy.vllm_plugin.tree_sampler import SYNTHETIC, depth_rates
 
 # The attention backend of plugins, by vLLM's name.
 CUSTOM = "CUSTOM"
@@ -19,11 +20,16 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
         asked: Whether the user chose the sizes of captured graphs.
 
     Raises:
-        RequestError: the sizes that the user chose leave full trees without a graph.
+        RequestError: the sizes that the user chose leave full trees without a graph; a step has no room for them;
+            synthetic acceptance is of longer paths than the tree's.
         UnsupportedError: another attention backend was chosen.
     """
     if compat.platform() == "cuda":
         _take_attention(vllm_config)
+    speculative = vllm_config.speculative_config
+    if speculative.rejection_sample_method == SYNTHETIC:
+        depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
+    _check_draft_room(vllm_config.scheduler_config, options)
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         _size_graphs(vllm_config, options.longest_step, asked)
 
@@ -49,8 +55,25 @@ def _take_attention(vllm_config: Any) -> None:
             f"Attention over trees is a backend of its own; attention_backend is {given.name}. Leave it out, or leave {WIDTHS} "
             "out."
         )
+    if attention.backend_per_kind:
+        raise UnsupportedError(
+            "Attention over trees is one backend for all layers; backend_per_kind of the attention config is "
+            f"{attention.backend_per_kind}. Leave it out, or leave {WIDTHS} out."
+        )
     tree_attention.register(vllm, on_cpu=False)
     attention.backend = vllm.AttentionBackendEnum.CUSTOM
+
+
+def _check_draft_room(scheduler: Any, options: Options) -> None:
+    """Check that vLLM's drafter, which has buffers for one step's tokens, can run the levels above the last."""
+    rows = num_drafts((options.widths or ())[:-1])
+    needed = scheduler.max_num_seqs * rows
+    if needed > scheduler.max_num_batched_tokens:
+        raise RequestError(
+            f"A step must have room for the drafts of all levels but the last of every request, {scheduler.max_num_seqs} x "
+            f"{rows} rows; max_num_batched_tokens is {scheduler.max_num_batched_tokens}. Set it to {needed} at least, or "
+            f"max_num_seqs to {scheduler.max_num_batched_tokens // rows} at most."
+        )
 
 
 def _size_graphs(vllm_config: Any, step_rows: int, asked: bool) -> None:

@@ -6,7 +6,7 @@ the pass itself. All levels are one captured graph.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.packed import WORD, TreeTables
 from treewy.shapes import Int, Tensor
 from treewy.tree import DraftTree
+from treewy.vllm_plugin.options import WIDTHS
+from treewy.vllm_plugin.state import layers_of
 from treewy.vllm_plugin.tree_attention import LevelRows, shared_of
 from treewy.vllm_plugin.trees import Attended
 
@@ -43,6 +46,17 @@ class Levels:
             len(tree.children(0 if depth == 0 else self.ends[depth - 1] - 1)) for depth in range(self.num_levels)
         ]
         self._tables = [self._level(tree, end - 1, device) for end in self.ends[:-1]]
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What is written once and read ever after."""
+        tables = {
+            f"level{level}_{name}": table
+            for level, tables in enumerate(self._tables, start=2)
+            for name, table in tables._asdict().items()
+            if name != "max_rows"
+        }
+        return {"level_parents": self.parents, "level_depth": self.depth} | tables
 
     def rows_above(self, level: int) -> int:
         """Return the rows of a request that a pass for the drafts of `level` (2 is the second) runs."""
@@ -93,6 +107,7 @@ def drafter_class(vllm: ModuleType) -> type:
                 return
             self.treewy = shared
             layers = self.vllm_config.compilation_config.static_forward_context
+            _check_attention(layers)
             self._own = sorted(self.draft_attn_layer_names)
             for name in self._own:
                 layers[name].impl.treewy_drafts = True
@@ -103,6 +118,7 @@ def drafter_class(vllm: ModuleType) -> type:
             self._lengths = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
             self._nowhere = torch.full((self.max_num_reqs * rows,), NOWHERE, dtype=torch.int64, device=self.device)
             self._pages: Int[Tensor, "R columns"] | None = None
+            layers_of(self.vllm_config)[0].treewy_lasting.add(self.levels.lasting | {"nowhere": self._nowhere})
 
         def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
             super().init_cudagraph_manager(cudagraph_mode)
@@ -227,6 +243,22 @@ def drafter_class(vllm: ModuleType) -> type:
                 outputs[:, 1 + first : 1 + size] = hidden[:rows].view(num_reqs, size, -1)[:, first:]
 
     return Drafter
+
+
+def _check_attention(layers: Mapping[str, Any]) -> None:
+    """Check that softmax layers know of trees: others would take a tree's rows for a chain's, and say nothing.
+
+    Raises:
+        UnsupportedError: some do not.
+    """
+    others = {name: layer.impl for name, layer in layers.items() if getattr(layer, "impl", None) is not None}
+    strange = {name: type(impl).__name__ for name, impl in others.items() if not hasattr(impl, "treewy_drafts")}
+    if strange:
+        name, kind = next(iter(strange.items()))
+        raise UnsupportedError(
+            f"Attention over trees must run in all {len(others)} softmax layers; {len(strange)} have another backend, {name} "
+            f"has {kind}. Leave attention backends out of the configuration, or leave {WIDTHS} out."
+        )
 
 
 def level_graphs(vllm: ModuleType) -> type:

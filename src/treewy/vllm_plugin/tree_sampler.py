@@ -67,6 +67,11 @@ def sampler_class(vllm: ModuleType) -> type:
                 rates = depth_rates(speculative.synthetic_acceptance_rates, self.trees.tree.max_depth)
                 self.synthetic = Synthetic(self.trees.tree, rates, num_ids, device)
 
+        @property
+        def lasting(self) -> dict[str, Tensor]:
+            """What is written once and read ever after."""
+            return {"alone": self.alone} | ({} if self.synthetic is None else self.synthetic.lasting)
+
         def __call__(self, logits: Tensor, input_batch: Any, *_: Any) -> Any:
             """Sample; see vLLM's. What is passed beside the batch is about chains."""
             nans = vllm.get_num_nans(logits) if self.sampler.compute_nans else None
@@ -193,6 +198,11 @@ class Synthetic:
         self._counts, self._first = (torch.from_numpy(table).to(device) for table in (counts, first))
         self._chances = torch.from_numpy(chances).to(device)
         self._generator = torch.Generator(device=device).manual_seed(0)
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """What is written once and read ever after."""
+        return {"child_counts": self._counts, "first_children": self._first, "chances": self._chances}
 
     def override(self, tables: TreeTables, drafts: Int[Tensor, "N"], choices: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the choices as chance has them: a child's token, or one that no child has.

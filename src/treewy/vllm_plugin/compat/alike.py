@@ -12,6 +12,7 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -38,6 +39,7 @@ from treewy.vllm_plugin.conv import chain_conv as eager_chain_conv
 
 __all__ = [
     "NO_LOGPROBS",
+    "NULL_BLOCK_ID",
     "PROCESSED_LOGPROBS_MODES",
     "AttentionBackendEnum",
     "CUDAGraphMode",
@@ -58,6 +60,7 @@ __all__ = [
     "get_forward_context",
     "get_num_nans",
     "get_num_sampled_and_rejected",
+    "mamba_get_block_table_tensor",
     "mamba_hybrid",
     "mtp",
     "one_state_per_request",
