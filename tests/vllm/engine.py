@@ -89,6 +89,7 @@ class Output(NamedTuple):
         reason: Why it ended: "length", "stop", "abort", ...
         gains: How many tokens came with each engine step that brought any.
         logprobs: For each token those asked for, by token id; None if none were.
+        prompt_logprobs: The same for each token of the prompt but the first.
     """
 
     tokens: list[int]
@@ -96,6 +97,7 @@ class Output(NamedTuple):
     reason: str | None
     gains: list[int]
     logprobs: list[dict[int, float]] | None
+    prompt_logprobs: list[dict[int, float]] | None
 
 
 class Round(NamedTuple):
@@ -224,7 +226,11 @@ def _report(answer: dict[str, Any], log: str) -> Report:
 
 
 def _output(entry: dict[str, Any]) -> Output:
-    logprobs = entry["logprobs"]
-    if logprobs is not None:
-        logprobs = [{int(token): value for token, value in place.items()} for place in logprobs]
-    return Output(**entry | {"logprobs": logprobs})
+    by_token = {name: _by_token(entry[name]) for name in ("logprobs", "prompt_logprobs")}
+    return Output(**entry | by_token)
+
+
+def _by_token(places: list[dict[str, float]] | None) -> list[dict[int, float]] | None:
+    if places is None:
+        return None
+    return [{int(token): value for token, value in place.items()} for place in places]

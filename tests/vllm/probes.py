@@ -47,8 +47,7 @@ def chains(worker: Any) -> Callable[[], dict[str, Any]]:
     """
     from treewy.vllm_plugin.metrics import read
 
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    shared = next(layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None)
+    shared = shared_of(worker)
 
     def look() -> dict[str, Any]:
         checker, memory = shared.checker, shared.memory
@@ -58,6 +57,50 @@ def chains(worker: Any) -> Callable[[], dict[str, Any]]:
         return report
 
     return look
+
+
+def trees(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `poisoned`, and beside it what each step did with each draft.
+
+    "paths" has, per request and step that had drafts, how many rows the step verified and which it accepted, the root
+    first and as places in the tree.
+    """
+    sample_in_torch()
+    return _noting_paths(worker, poisoned(worker))
+
+
+def tree_boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `boundaries`, and "paths" as `trees` has them beside it."""
+    return _noting_paths(worker, boundaries(worker))
+
+
+def _noting_paths(worker: Any, look: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    shared = shared_of(worker)
+    finish, paths = shared.step.finish, []
+
+    def finish_and_note(*args: Any) -> Any:
+        tables, sizes = shared.step.tables, shared.step.drafted.sizes.tolist()
+        packed = finish(*args)
+        if packed is not None:
+            local = (packed.rows - tables.tree.cu_rows[: len(sizes), None]).tolist()
+            steps = zip(sizes, local, packed.lengths.tolist(), strict=True)
+            paths.extend([size, path[:length]] for size, path, length in steps if size > 1)
+        return packed
+
+    shared.step.finish = finish_and_note
+
+    def look_at_paths() -> dict[str, Any]:
+        found = look() | {"paths": list(paths)}
+        paths.clear()
+        return found
+
+    return look_at_paths
+
+
+def shared_of(worker: Any) -> Any:
+    """Return what the plugin's layers share."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return next(layer.treewy for layer in layers if getattr(layer, "treewy", None) is not None)
 
 
 def poisoned(worker: Any) -> Callable[[], dict[str, Any]]:
@@ -123,6 +166,12 @@ def poison(worker: Any) -> None:
     memory = worker.model_runner.model_state.treewy.memory
     for part in (*memory.step, *memory.kept[:4]):
         part.fill_(float("nan"))
+
+
+def sample_in_torch() -> None:
+    """Stand in for what of sampling Triton's interpreter refuses: masks of grammars, and `top_k` and `top_p`."""
+    mask_grammars_in_torch()
+    import_module("vllm.v1.sample.ops.topk_topp_sampler").HAS_TRITON = False
 
 
 def mask_grammars_in_torch() -> None:

@@ -12,6 +12,7 @@ from treewy.vllm_plugin.accounting import predict_layout
 
 ON = {"mamba_state_commit": "reconstruct"}
 OFF = {"enable_prefix_caching": False}
+TREE = ON | {"num_speculative_tokens": 14, "draft_tree_widths": [2, 2, 2]}
 AVAILABLE = 651_776 * 2048 * 11
 SPEC = model_preset("qwen3.5-35b-a3b").spec
 
@@ -31,10 +32,19 @@ REFUSED = {
         {"speculative_config": {"method": "mtp", "draft_tree_widths": [3, 3, 3], **ON}} | OFF,
         'Pass "num_speculative_tokens": 39.',
     ),
-    "trees": (
-        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 39, "draft_tree_widths": [3, 3, 3], **ON}}
-        | OFF,
-        "trees are not here yet",
+    "first runner and trees": (
+        drafting(**TREE) | OFF | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+        "with draft trees needs vLLM's Model Runner V2; this configuration runs on V1. Set the environment variable "
+        "VLLM_USE_V2_MODEL_RUNNER=1",
+    ),
+    "trees that are drawn": (drafting(**TREE, draft_sample_method="probabilistic"), "Use 'greedy'"),
+    "trees with longer paths than they have": (
+        drafting(**TREE, rejection_sample_method="synthetic", synthetic_acceptance_length=5.0),
+        "the tree has 3 levels. Ask for 4 tokens at most.",
+    ),
+    "trees of too many rows": (
+        drafting(**TREE) | OFF | {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_model_len": 24},
+        "5 x 6 rows; max_num_batched_tokens is 24",
     ),
     "no drafts": ({"additional_config": {"treewy": ON}} | OFF, "there is no speculative config"),
     "offloading": (drafting(**ON) | OFF | {"kv_offloading_size": 1.0}, "OffloadingConnector is on"),
@@ -47,6 +57,7 @@ REFUSED = {
 ACCEPTED = {
     "in the speculative config": drafting(**ON) | OFF,
     "prefix caching": drafting(**ON),
+    "trees": drafting(**TREE),
     "dashes": drafting(**{"mamba-state-commit": "reconstruct"}) | OFF,
     "in the additional config": drafting() | OFF | {"additional_config": {"treewy": ON}},
     "not asked for": drafting(),
@@ -87,9 +98,10 @@ def test_refused(name: str, answers: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(name: str, answers: dict[str, Any]) -> None:
     answer = answers["cases"][name]
-    wanted = {"store_all": {"treewy": {"mamba_state_commit": "store_all"}}, "not asked for": {}, "no drafting": {}}
+    plain = {"store_all": {"treewy": {"mamba_state_commit": "store_all"}}, "not asked for": {}, "no drafting": {}}
+    wanted = plain | {"trees": {"treewy": ON | {"draft_tree_widths": [2, 2, 2]}}}
     assert answer["additional"] == wanted.get(name, {"treewy": ON})
-    assert answer["shown"] == (name not in wanted)  # the histogram among vLLM's metrics
+    assert answer["shown"] == (name not in plain)  # the histogram among vLLM's metrics
 
 
 def test_facts(answers: dict[str, Any]) -> None:
@@ -114,6 +126,14 @@ def test_facts(answers: dict[str, Any]) -> None:
         "acceptance": "standard",
         "draft_sampling": "greedy",
         "full_graphs": False,
+        "method": "mtp",
+        "local_argmax": False,
+        "sharded_sampling": False,
+        "logits_processors": False,
+        "sampling_masks": False,
+        "draft_backend": None,
+        "draft_kv_dtype": None,
+        "data_parallel": 1,
     }
     assert Path(answers["cases"]["store_all"]["facts"]["model"]).name.startswith("model")
     assert answers["cases"]["not asked for"]["facts"]["cache_mode"] == "align"

@@ -73,7 +73,8 @@ def serve(
     before, start = counters(llm), time.monotonic()
     engine, steps = llm.llm_engine, 0
     names = [f"{number}.{place}" for place in range(len(requests))]
-    last = {name: {"tokens": [], "text": "", "reason": None, "gains": [], "logprobs": None} for name in names}
+    nothing = {"text": "", "reason": None, "logprobs": None, "prompt_logprobs": None}
+    last = {name: {"tokens": [], "gains": [], **nothing} for name in names}
     while engine.has_unfinished_requests() or any(request["joins"] >= steps for request in requests):
         for name, request, prompt in zip(names, requests, prompts, strict=True):
             if request["joins"] == steps:
@@ -83,6 +84,8 @@ def serve(
                 last[name]["reason"] = "abort"
         for output in engine.step():
             note(last[output.request_id], output.outputs[0])
+            if output.prompt_logprobs is not None:
+                last[output.request_id]["prompt_logprobs"] = plain(output.prompt_logprobs[1:])
         steps += 1
     seconds, after = time.monotonic() - start, counters(llm)
     outputs = [last[name] for name in names]
@@ -107,7 +110,12 @@ def note(entry: dict[str, Any], output: Any) -> None:
     entry["gains"] += [gained] if gained else []
     entry |= {"tokens": list(output.token_ids), "text": output.text, "reason": output.finish_reason}
     if output.logprobs is not None:
-        entry["logprobs"] = [{token: x.logprob for token, x in place.items()} for place in output.logprobs]
+        entry["logprobs"] = plain(output.logprobs)
+
+
+def plain(places: Any) -> list[dict[int, float]]:
+    """Return log-probabilities without what vLLM puts beside them."""
+    return [{token: x.logprob for token, x in place.items()} for place in places]
 
 
 def counters(llm: Any) -> dict[str, Any]:
