@@ -42,8 +42,9 @@ class Builder:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self.supports_update_block_table = True
         self.vllm_config, self.kv_cache_spec, self.given = vllm_config, kv_cache_spec, None
-        self.spec_state_indices_tensor = torch.full((8, 4), 9, dtype=torch.int32, device=device)
-        self.spec_sequence_masks = torch.ones(8, dtype=torch.bool)
+        graphs = vllm_config.graphs
+        # As large as the largest captured graph, which in an eager engine is of nothing.
+        self.spec_state_indices_tensor = torch.full((graphs, 4), 9, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common: Any, num_accepted: Any = None, drafts: Any = None, **options: Any
@@ -80,12 +81,13 @@ def backend() -> Any:
     )
 
 
-def builder(step: Step) -> Any:
-    """Return a builder for layers of a step."""
+def builder(step: Step, *, graphs: int = 8) -> Any:
+    """Return a builder for layers of a step, in an engine with graphs of so many tokens."""
     layer = SimpleNamespace(treewy=SimpleNamespace(step=step))
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        graphs=graphs,
     )
     return backend().get_builder_cls()(None, ["a"], config, torch.device("cpu"))
 
@@ -141,6 +143,12 @@ def test_a_batch_that_verifies_is_all_tables(padding: int) -> None:
     assert built.num_accepted_tokens.tolist() == [2, 3, 1][: 2 + padding]
     assert built.spec_query_start_loc.tolist() == [0, 4, 8, 8][: 3 + padding]
     assert (built.num_spec_decodes, built.num_prefills, built.num_decodes) == (2 + padding, 0, 0)
+
+
+def test_eager_steps_are_as_large_as_they_like() -> None:
+    made = builder(step([0, 1], [4, 4]), graphs=0)
+    built = made.build(0, common([4, 4]), torch.ones(2, dtype=torch.int32), torch.tensor([3, 3]))
+    assert built.spec_state_indices_tensor.tolist() == [[11], [12]]
 
 
 def test_groups_of_layers_share_what_graphs_read() -> None:

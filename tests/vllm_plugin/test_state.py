@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.vllm_plugin import state
 from treewy.vllm_plugin.check import materialised
 from treewy.vllm_plugin.state import layers_of, model_state_class
@@ -94,6 +95,12 @@ def test_only_whole_graphs_have_padding(mode: int, seqs: int, rows: int) -> None
     assert tables.tree.num_rows == rows
     worker.state.postprocess_state(torch.tensor([3, 0]), torch.tensor([3, 2]))
     assert worker.step.counts.read()[:2] == (1, int(mode == FULL))
+
+
+def test_a_graph_is_never_replayed_for_a_prompt() -> None:
+    """It would read the tables of an earlier step, and nobody would know."""
+    with pytest.raises(UnsupportedError, match="1 of 2 do not"):
+        Worker().verify([3, 0], [4, 4], [True, False], mode=FULL)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,29 @@ def test_the_number_of_drafts_is_said_as_it_was_given() -> None:
         check_tree_size(TREE, "14")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "captured"),
+    [([60], True), ([15, 46, 64], True), ([15, 30, 64], False), ([15, 46], False), ([128], False), ([60, 128], True)],
+)
+def test_sizes_of_graphs_are_rounded_to_whole_trees(
+    sizes: list[int], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size above that of all requests' trees rounds to more requests than there are, and vLLM drops it."""
+    whole = engine("cpu", requests=4, tokens=256, monkeypatch=monkeypatch)
+    whole.compilation_config = SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=sizes[-1],
+    )
+    if captured:
+        tree_config.prepare(whole, TREE, asked=True)
+        return
+    with pytest.raises(
+        RequestError, match=r"Full trees of all 4 requests .* of 60 rows; sizes are .* have 60 among them"
+    ):
+        tree_config.prepare(whole, TREE, asked=True)
+
+
 def test_softmax_layers_that_know_of_no_trees_are_refused() -> None:
     """However they came to have another backend: their tokens would be wrong."""
     ours, gdn = SimpleNamespace(impl=SimpleNamespace(treewy_drafts=False)), SimpleNamespace()

@@ -43,6 +43,9 @@ def backend_class(vllm: ModuleType) -> type:
             self.step = layers[layer_names[0]].treewy.step
             # Tables of states have one column; what is copied into a wider one would be broadcast.
             self.spec_state_indices_tensor = self.spec_state_indices_tensor[:, :1].contiguous()
+            # vLLM's buffers are as large as its captured graphs, and steps without one may have more requests.
+            num_requests = self.step.memory.sizes.num_requests
+            self._slots = torch.full((num_requests, 1), vllm.NULL_BLOCK_ID, dtype=torch.int32, device=device)
             # It shares what build() made for another group, and would share this step's tables without their owner knowing.
             self.supports_update_block_table = False
 
@@ -92,7 +95,7 @@ def backend_class(vllm: ModuleType) -> type:
             pages = vllm.mamba_get_block_table_tensor(
                 batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode
             )
-            slots = self.spec_state_indices_tensor[:num_seqs]
+            slots = self._slots[:num_seqs]
             slots[:count].copy_(pages[:count, :1])
             if count < num_seqs:
                 slots[count:].fill_(vllm.NULL_BLOCK_ID)
@@ -103,7 +106,7 @@ def backend_class(vllm: ModuleType) -> type:
                 num_actual_tokens=batch.num_actual_tokens,
                 spec_query_start_loc=tables.tree.cu_rows,
                 spec_state_indices_tensor=slots,
-                spec_sequence_masks=self.spec_sequence_masks[:num_seqs],
+                spec_sequence_masks=tables.fold,  # that there is one says that requests verify; nobody reads it
                 num_accepted_tokens=self.step.share_accepted(num_accepted, num_seqs),
                 treewy=tables,
                 leading_rows=self.step.drafted.num_rows,

@@ -89,8 +89,15 @@ def _size_graphs(vllm_config: Any, step_rows: int, asked: bool) -> None:
         compilation.cudagraph_capture_sizes = capture_sizes(scheduler.max_num_seqs, step_rows)
         compilation.max_cudagraph_capture_size = needed
         compilation.post_init_cudagraph_sizes()
-    elif compilation.max_cudagraph_capture_size < needed:
+    elif not _captures(compilation, needed, step_rows):
         raise RequestError(
-            f"Full trees of all {scheduler.max_num_seqs} requests must have a captured graph, of {needed} rows; the largest "
-            f"size is {compilation.max_cudagraph_capture_size}. Leave the sizes out, or have {needed} among them."
+            f"Full trees of all {scheduler.max_num_seqs} requests must have a captured graph, of {needed} rows; sizes are "
+            f"{compilation.cudagraph_capture_sizes!s:.80}, the largest {compilation.max_cudagraph_capture_size}. Leave the sizes "
+            f"out, or have {needed} among them."
         )
+
+
+def _captures(compilation: Any, rows: int, step_rows: int) -> bool:
+    """Return whether vLLM captures full trees of so many rows: it rounds sizes up to whole trees, and drops what is too many."""
+    rounded = {-(-size // step_rows) * step_rows for size in compilation.cudagraph_capture_sizes}
+    return rows in rounded and rows <= compilation.max_cudagraph_capture_size

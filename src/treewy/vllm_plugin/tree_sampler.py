@@ -155,7 +155,7 @@ def sampler_class(vllm: ModuleType) -> type:
             parents = np.concatenate([shape[:size] for size in sizes])
             device = batch.cu_num_logits.device
             return trees.tables(
-                torch.from_numpy(parents).to(device),
+                torch.from_numpy(parents).to(device, non_blocking=True),
                 batch.cu_num_logits.to(torch.int32),
                 max_rows=len(shape),
                 backend=_backend(batch.cu_num_logits),
