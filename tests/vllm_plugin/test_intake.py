@@ -133,6 +133,22 @@ def test_a_configuration_has_the_options(engine_args: type[EngineArgs]) -> None:
         assert arguments.seen[-1] == ({"method": "mtp"}, "model", "parallel")
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 2]])
+def test_what_trees_need_is_set(
+    engine_args: type[EngineArgs], sizes: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the whole configuration, and only for trees; whether graphs were asked for is known from the arguments alone."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(intake, "prepare", lambda config, options, asked: prepared.append((config, options, asked)))
+    drafts = {"speculative__num_speculative_tokens": 6}
+    arguments = engine_args({"method": "mtp", "num_speculative_tokens": 6} | TREE, **drafts)
+    arguments.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes)
+    made = arguments.create_engine_config()
+    assert prepared == [(made, Options("ring", (2, 2)), sizes is not None)]
+    engine_args({"method": "mtp", "mamba_state_commit": "ring"}).create_engine_config()
+    assert len(prepared) == 1
+
+
 def test_metrics_are_those_of_the_options(engine_args: type[EngineArgs], shown: list[Any]) -> None:
     engine_args({"method": "mtp", "mamba_state_commit": "ring"}).create_engine_config()
     for speculative in ({"method": "mtp"}, {"mamba_state_commit": "store_all"}, None):

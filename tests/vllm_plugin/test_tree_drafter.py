@@ -14,7 +14,7 @@ from treewy.vllm_plugin.tree_drafter import NOWHERE, Levels, drafter_class, leve
 from treewy.vllm_plugin.trees import Accepted, Trees
 from vllm_plugin.fakes import compat
 
-WIDTHS = [(2, 2, 2), (3, 3, 3), (1, 1), (4,), (3, 1, 2), (1, 4, 1), (6, 6)]
+WIDTHS = [(2, 2, 2), (3, 3, 3), (1, 1), (4,), (3, 1, 2), (1, 4, 1), (6, 6, 1)]
 VOCABULARY, HIDDEN, REQUESTS = 23, 5, 4
 FULL, NONE, DECODE_ONLY = 2, 0, 3
 

@@ -438,6 +438,16 @@ def test_chance_stays_within_a_cut_tree() -> None:
             assert path == tree.path(path[-1])
 
 
+def test_chance_takes_no_token_of_the_next_request() -> None:
+    tree = DraftTree.from_widths((3, 1, 2))
+    synthetic = Synthetic(tree, [1.0] * 3, 50, "cpu")
+    drafts = torch.arange(10, 24, dtype=torch.int32)
+    choices = torch.full((14,), 5, dtype=torch.int32)
+    chosen = synthetic.override(tables_of([tree.prefix(1), tree]), drafts, choices)
+    assert chosen[0] == 5
+    assert chosen[1] in drafts[2:5]
+
+
 def test_chance_takes_no_draft_that_may_not_be_accepted() -> None:
     tree = DraftTree.from_widths((2, 2))
     synthetic = Synthetic(tree, [1.0, 1.0], 9, "cpu")
@@ -455,6 +465,7 @@ def test_whoever_ends_has_no_childs_token() -> None:
             drafts = torch.tensor([0, *[(first + place) % 6 for place in range(4)]], dtype=torch.int32)
             choices = torch.full((5,), choice, dtype=torch.int32)
             chosen = synthetic.override(tables_of([tree]), drafts, choices)
+            assert 0 <= int(chosen[0]) < 6
             assert int(chosen[0]) not in drafts[1:].tolist()
             assert (int(chosen[0]) == choice) == (choice not in drafts[1:].tolist())
             assert torch.equal(chosen[1:], choices[1:])

@@ -176,6 +176,10 @@ class Base(fakes.ModelState):
 
     separate = False
 
+    def __init__(self, vllm_config: Any, align: bool = False) -> None:
+        super().__init__(vllm_config, align)
+        self.vllm_config = vllm_config
+
     def prepare_inputs(self, batch: Any, req_states: Any) -> dict[str, Any]:
         """Return what the model takes beside the batch."""
         return {"positions": batch.positions.expand(3, -1).clone()} if self.separate else {}
