@@ -63,14 +63,14 @@ def trees(worker: Any) -> Callable[[], dict[str, Any]]:
     """Return `poisoned`, and beside it what each step did with each draft.
 
     "paths" has, per request and step that had drafts, how many rows the step verified and which it accepted, the root
-    first and as places in the tree.
+    first and as places in the tree. "ahead" says whether steps are scheduled before the one before them is known.
     """
     sample_in_torch()
     return _noting_paths(worker, poisoned(worker))
 
 
 def tree_boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
-    """Return `boundaries`, and "paths" as `trees` has them beside it."""
+    """Return `boundaries`, and beside it what `trees` has."""
     return _noting_paths(worker, boundaries(worker))
 
 
@@ -90,7 +90,7 @@ def _noting_paths(worker: Any, look: Callable[[], dict[str, Any]]) -> Callable[[
     shared.step.finish = finish_and_note
 
     def look_at_paths() -> dict[str, Any]:
-        found = look() | {"paths": list(paths)}
+        found = look() | {"paths": list(paths), "ahead": worker.vllm_config.scheduler_config.async_scheduling}
         paths.clear()
         return found
 
