@@ -23,6 +23,7 @@ def config(version: str = "0.32", **changes: Any) -> SimpleNamespace:
             mamba_cache_dtype="auto",
             mamba_ssm_cache_dtype="float32",
             cache_dtype="auto",
+            sliding_window=None,
         ),
         "parallel": SimpleNamespace(
             pipeline_parallel_size=1,

@@ -154,6 +154,7 @@ TREES_REFUSED = [
     ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
     ({"speculative__draft_sample_method": "probabilistic"}, "draft_sample_method is 'probabilistic'. Use 'greedy'."),
     ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
+    ({"cache__sliding_window": 4096}, "a sliding window of 4096. Leave draft_tree_widths out for it."),
     (
         {"speculative__method": "eagle3"},
         "drafts with the model's own head; the method is 'eagle3'. Use 'mtp', or leave",
@@ -176,7 +177,7 @@ TREES_REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), TREES_REFUSED)
 def test_what_trees_cannot_do(changes: dict[str, Any], message: str) -> None:
-    """And chains can."""
+    """Faults G06 and G11: refused at the start, and never run as a chain. What is a chain may have all of it."""
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         refuse(config(**TREE_DRAFTS, **changes), TREE)
     refuse(config(**changes), CHAIN)

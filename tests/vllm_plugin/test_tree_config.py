@@ -78,12 +78,13 @@ def test_sizes_are_set_where_they_were_left_open(registered: list[Any]) -> None:
 def test_sizes_of_the_user_stay(registered: list[Any]) -> None:
     whole = engine()
     with pytest.raises(
-        RequestError, match=r"all 4 requests .* of 28 rows; the largest size is 4\. Leave the sizes out"
+        RequestError, match=r"all 4 requests .* of 28 rows; sizes are .*1, 2, 4.* largest 4\. Leave the sizes"
     ):
         prepare(whole, TREE, asked=True)
     whole.compilation_config.max_cudagraph_capture_size = 28
+    whole.compilation_config.cudagraph_capture_sizes = [1, 28]
     prepare(whole, TREE, asked=True)
-    assert (whole.compilation_config.cudagraph_capture_sizes, whole.compilation_config.calls) == ([1, 2, 4], 0)
+    assert (whole.compilation_config.cudagraph_capture_sizes, whole.compilation_config.calls) == ([1, 28], 0)
 
 
 def test_without_whole_graphs_there_are_no_sizes(registered: list[Any]) -> None:

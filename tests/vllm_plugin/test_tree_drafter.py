@@ -14,14 +14,14 @@ from treewy.vllm_plugin.tree_drafter import NOWHERE, Levels, drafter_class, leve
 from treewy.vllm_plugin.trees import Accepted, Trees
 from vllm_plugin.fakes import compat
 
-WIDTHS = [(2, 2, 2), (3, 3, 3), (1, 1), (4,), (3, 1, 2), (1, 4, 1), (6, 6, 1)]
+WIDTHS = [(2, 2, 2), (3, 3, 3), (1, 1), (4,), (3, 1, 2), (1, 4, 1), (6, 6, 1), (2, 1, 2, 2)]
 VOCABULARY, HIDDEN, REQUESTS = 23, 5, 4
 FULL, NONE, DECODE_ONLY = 2, 0, 3
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("widths", [*WIDTHS, (40, 2)])
 def test_levels_are_the_trees(widths: tuple[int, ...]) -> None:
-    """Faults G03 and G07: rows of the upper levels without the root, as every request has them, and who sees whom."""
+    """Faults G03, G04, G07 and G08: rows of the upper levels without the root, as every request has them, and who sees whom."""
     tree = DraftTree.from_widths(widths)
     levels = Levels(tree, REQUESTS, "cpu")
     assert levels.widths == list(widths)

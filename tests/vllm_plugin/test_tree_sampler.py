@@ -264,7 +264,7 @@ def test_ranges_of_requests(sizes_of: list[int], most: int, want: list[tuple[int
 
 
 def test_who_accepts_the_root_alone() -> None:
-    """Its drafts are not shown to anybody, so that none is taken; the others go on."""
+    """Fault H13: its drafts are not shown to anybody, so that none is taken or counted; the others go on."""
     scene = Scene([6] * 5, seed=3)
     places = tuple(place for place, (_, path) in enumerate(scene.walked()) if len(path) > 1)[:2]
     assert len(places) == 2
@@ -298,7 +298,7 @@ def test_more_of_a_prompt_samples_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
 def test_log_probabilities_are_those_of_the_path(mode: str) -> None:
-    """Of the row that gave each token, not of the rows that come first."""
+    """Fault I09: of the row that gave each token, not of the rows that come first."""
     scene = Scene([6, 6, 4, 6], (2,), mode=mode, wanted=2, seed=7)
     out, want = scene.run(), scene.walked()
     assert any(path not in ([0], [0, 1]) for _, path in want)
@@ -341,7 +341,9 @@ def test_rows_with_logits_decide(running: str, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_history_needs_the_root_alone(changes: dict[str, Any]) -> None:
-    """Where vLLM would take the drafts before a row for its history, which in a tree they are not."""
+    """Faults H13, H17 and I11: honoured. vLLM would take the drafts before a row for its history, which in a tree they
+    are not.
+    """
     plain = {
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

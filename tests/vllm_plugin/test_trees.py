@@ -212,6 +212,30 @@ def test_only_requests_have_their_positions_set(real: bool, separate: bool) -> N
     assert state.custom_sampler("vLLM's") == ("vLLM's", None)
 
 
+def test_whoever_gets_an_index_says_what_it_may_accept() -> None:
+    """Fault H17: with penalties the root alone; the next request of the index begins again."""
+    running = Running([6])
+    shared = SimpleNamespace(step=running.step, trees=running.trees, forget=running.step.forget)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": SimpleNamespace(treewy=shared, prefix="a")})
+    )
+    names = fakes.compat()
+    vars(names)["MambaHybridModelState"] = Base
+    state = model_state_class(names)(config)
+    alone = torch.zeros(8, dtype=torch.bool)
+    state._sampler = SimpleNamespace(alone=alone)
+    for penalty in (0.5, 0.0):
+        sampling = SimpleNamespace(
+            presence_penalty=penalty,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            bad_words=None,
+            structured_outputs=None,
+        )
+        state.add_request(3, SimpleNamespace(req_id=f"{penalty}", sampling_params=sampling))
+        assert alone.tolist() == [False] * 3 + [penalty > 0] + [False] * 4
+
+
 def test_paths_are_local_to_each_tree() -> None:
     running = Running([6, 4], padding=1)
     running.trees.finish(PathTables(torch.tensor([[0, 2, 4], [6, 8, 6]]), torch.tensor([3, 2])))

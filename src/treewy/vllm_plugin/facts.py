@@ -27,6 +27,7 @@ class Facts(NamedTuple):
         cache_mode: How recurrent states are kept for prefixes: "none", "align" or "all".
         state_dtype: Of recurrent states.
         kv_dtype: Of keys and values, as asked for.
+        sliding_window: Newest places that softmax layers attend to; None if to all.
         other_policies: Other commit policies of vLLM that are switched on.
         pipeline: Pipeline stages.
         context_parallel: GPUs that a context is spread over, in decoding or prefill.
@@ -56,6 +57,7 @@ class Facts(NamedTuple):
     cache_mode: str
     state_dtype: str
     kv_dtype: str
+    sliding_window: int | None
     other_policies: tuple[str, ...]
     pipeline: int
     context_parallel: int
@@ -90,6 +92,7 @@ def read(vllm_config: Any) -> Facts:
         cache_mode=cache.mamba_cache_mode,
         state_dtype=_state_dtype(model, cache),
         kv_dtype=str(cache.cache_dtype),
+        sliding_window=getattr(cache, "sliding_window", None),
         other_policies=tuple(x for x in OTHER_POLICIES if getattr(cache, x, False)),
         pipeline=parallel.pipeline_parallel_size,
         context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),

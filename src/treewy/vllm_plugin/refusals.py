@@ -166,6 +166,11 @@ def _check_tree(facts: Facts) -> None:
             f"Attention over trees reads keys and values in the model's dtype; kv_cache_dtype is {facts.kv_dtype!r}. Pass "
             f"--kv-cache-dtype auto, or leave {WIDTHS} out."
         )
+    if facts.sliding_window is not None:
+        raise UnsupportedError(
+            f"Attention over trees looks at all places before a row; the model has a sliding window of {facts.sliding_window}. "
+            f"Leave {WIDTHS} out for it."
+        )
 
 
 def _check_tree_sampling(facts: Facts) -> None:
