@@ -229,9 +229,15 @@ def counted_in(report: Report, number: int) -> dict[str, Any]:
     }
 
 
-def folds_of(output: Output, capacity: int) -> int:
-    """Return how often a request's kept rows went into its state, from what its steps gained it after its prompt."""
-    folds = held = 0
+def folds_of(output: Output, capacity: int, held: int = 0) -> int:
+    """Return how often a request's kept rows went into its state, from what its steps gained it after its prompt.
+
+    Args:
+        output: The request's.
+        capacity: Rows that it may keep.
+        held: Rows that it keeps of its prompt.
+    """
+    folds = 0
     for gained in output.gains[1:]:
         if held + 1 + DRAFTS > capacity:
             folds, held = folds + 1, 0
@@ -256,7 +262,10 @@ def test_what_is_counted_is_what_vllm_counts(commit: str, runner: str, model: Mo
         assert served.counters["treewy_accepted_drafts"] == counted["num_accepted_tokens"]
         below = list(accumulate(counted["accept_lengths"]))
         assert served.counters["treewy_accept_length"] == [*below, below[-1]]
-        assert counted["num_folds"] == sum(folds_of(output, capacity) for output in served.outputs)
+        # Under the first runner the last token of a prompt verifies if it comes alone; in a crowd that is the scheduler's choice.
+        alone, crowded = runner == "v1", runner == "v1" and len(served.outputs) > 1
+        least, most = (sum(folds_of(output, capacity, held) for output in served.outputs) for held in (0, 1))
+        assert (least if not alone or crowded else most) <= counted["num_folds"] <= (most if alone else least)
         assert counted["num_steps"] < served.steps
         assert counted["num_full_graph_steps"] == 0
 

@@ -62,6 +62,7 @@ def test_commands_and_the_example_of_the_check(model: Callable[..., str], tmp_pa
     assert made == [
         {"treewy": {"mamba_state_commit": "reconstruct"}},
         {"treewy": {"mamba_state_commit": "ring", "ring_capacity": 8}},
+        {"treewy": {"mamba_state_commit": "reconstruct", "draft_tree_widths": [2, 2, 2]}},
     ]
     [report] = ast.literal_eval(printed[-2])
     assert report["num_checks"] > 10

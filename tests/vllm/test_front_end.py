@@ -133,6 +133,7 @@ def test_facts(answers: dict[str, Any]) -> None:
         "sampling_masks": False,
         "draft_backend": None,
         "draft_kv_dtype": None,
+        "sliding_window": None,
         "data_parallel": 1,
     }
     assert Path(answers["cases"]["store_all"]["facts"]["model"]).name.startswith("model")
