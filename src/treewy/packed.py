@@ -55,6 +55,17 @@ class TreeTables(NamedTuple):
         """Where the tables live."""
         return self.parents.device
 
+    def first(self, num_seqs: int, num_rows: int) -> "TreeTables":
+        """Return the tables of the first sequences and rows, as views."""
+        return TreeTables(
+            self.parents[:num_rows],
+            self.cu_rows[: num_seqs + 1],
+            self.seq_of_row[:num_rows],
+            self.depth[:num_rows],
+            self.ancestors[:num_rows],
+            self.max_rows,
+        )
+
 
 class PathTables(NamedTuple):
     """The accepted path of each sequence, on the device; an empty path leaves its sequence as it was.

@@ -200,13 +200,7 @@ class Step:
 
     def _tree(self, sizes: Int[np.ndarray, "B"], num_seqs: int, num_rows: int) -> TreeTables:
         buffers, max_rows = self._buffers, self._buffers.max_rows
-        rows = buffers._replace(
-            parents=buffers.parents[:num_rows],
-            cu_rows=buffers.cu_rows[: num_seqs + 1],
-            seq_of_row=buffers.seq_of_row[:num_rows],
-            depth=buffers.depth[:num_rows],
-            ancestors=buffers.ancestors[:num_rows],
-        )
+        rows = buffers.first(num_seqs, num_rows)
         if (sizes == max_rows).all():
             if not self._holds_full_trees:
                 self._fill_with_full_trees()

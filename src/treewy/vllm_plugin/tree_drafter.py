@@ -64,11 +64,7 @@ class Levels:
 
     def tables(self, level: int, num_seqs: int) -> TreeTables:
         """Return the tables of such a pass."""
-        tables, rows = self._tables[level - 2], num_seqs * self.rows_above(level)
-        parents, cu_rows, seq_of_row, depth, ancestors, max_rows = tables
-        return TreeTables(
-            parents[:rows], cu_rows[: num_seqs + 1], seq_of_row[:rows], depth[:rows], ancestors[:rows], max_rows
-        )
+        return self._tables[level - 2].first(num_seqs, num_seqs * self.rows_above(level))
 
     def _level(self, tree: DraftTree, size: int, device: torch.device | str) -> TreeTables:
         """Return the tables of `size` rows behind the root, for every request: a forest, if the root is not counted."""

@@ -140,17 +140,8 @@ def sampler_class(vllm: ModuleType) -> type:
             """Return the trees of the rows that have logits: a prompt's are one root each."""
             sizes = np.diff(batch.cu_num_logits_np)
             running = self.step.tables
-            if running is not None and len(self.step.drafted.sizes) == len(sizes):
-                own = running.tree
-                if (self.step.drafted.sizes == sizes).all():
-                    count, rows = len(sizes), int(sizes.sum())
-                    return own._replace(
-                        parents=own.parents[:rows],
-                        cu_rows=own.cu_rows[: count + 1],
-                        seq_of_row=own.seq_of_row[:rows],
-                        depth=own.depth[:rows],
-                        ancestors=own.ancestors[:rows],
-                    )
+            if running is not None and np.array_equal(self.step.drafted.sizes, sizes):
+                return running.tree.first(len(sizes), int(sizes.sum()))
             shape = np.asarray(self.trees.tree.parents, dtype=np.int32)
             parents = np.concatenate([shape[:size] for size in sizes])
             device = batch.cu_num_logits.device
