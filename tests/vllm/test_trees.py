@@ -17,7 +17,7 @@ from test_chains import JOINING, LONG_REQUESTS, TEXT_REQUESTS
 from trees import BUDGET, LENGTH, NUM_DRAFTS, WIDTHS, accepted_nodes, crowd, drawn, ending, growing, particular
 
 from engine import Output, Report, Request, Run
-from tolerances import KERNEL_EXACT, VLLM_LOGPROB, VLLM_STATE
+from tolerances import KERNEL_EXACT, VLLM_LOGPROB, VLLM_LOGPROB_OF_ALL, VLLM_LOGPROB_OF_MOST, VLLM_STATE
 
 Model = Callable[..., str]
 Execute = Callable[[Run], Report]
@@ -258,8 +258,10 @@ def test_log_probabilities_are_those_of_the_same_text_undrafted(spoken: Report, 
             for token in here.keys() & there.keys()
         ]
         assert len(off) > 2 * len(got.tokens)
-        # The tolerance is of a few dozen tokens. Of many hundred, a few meet a near-tie of the experts' router.
-        assert sorted(off)[len(off) * 99 // 100] <= VLLM_LOGPROB
+        # A few of many hundred tokens meet a near-tie of the experts' router, also without drafts. So the bound of all is
+        # wide, and what goes wrong by less must go wrong more often.
+        assert sorted(off)[len(off) * 99 // 100] <= VLLM_LOGPROB_OF_MOST
+        assert max(off) <= VLLM_LOGPROB_OF_ALL
 
 
 def test_a_conversation_finds_what_was_decoded(spoken: Report) -> None:
