@@ -40,6 +40,7 @@ class Request:
         joins: The engine step of its round before which it is added.
         aborts: The engine step before which it is aborted, if any.
         continues: An earlier round and the place of a request there, whose prompt and output come before this prompt.
+        keeps: How many tokens of that output come, if not all.
     """
 
     prompt: list[int] | str
@@ -47,6 +48,7 @@ class Request:
     joins: int = 0
     aborts: int | None = None
     continues: tuple[int, int] | None = None
+    keeps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,9 @@ MIXED, OTHER = 0.5, 0.1
 MIXERS = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight")
 
 
-def write_model(folder: Path, name: str, *, seed: int = 0, remembers: float = 0.0, **overrides: object) -> Path:
+def write_model(
+    folder: Path, name: str, *, seed: int = 0, remembers: float = 0.0, hears: float = 0.0, **overrides: object
+) -> Path:
     """Write a checkpoint of one of `CONFIGS` and return its folder.
 
     Args:
@@ -42,6 +44,8 @@ def write_model(folder: Path, name: str, *, seed: int = 0, remembers: float = 0.
         name: "dense" (Qwen3.5), "moe" (Qwen3.5 with experts) or "next" (Qwen3-Next).
         seed: Decides all weights.
         remembers: Recurrent states forget as slowly as this says, as a logarithm: 0 within few tokens, 6 within hundreds.
+        hears: What the head makes of hidden rows and of the tokens before the last one, against the last token; at 0 next
+            to nothing, so that it guesses well.
         overrides: Entries of the config.
     """
     config = CONFIGS[name] | overrides
@@ -49,7 +53,7 @@ def write_model(folder: Path, name: str, *, seed: int = 0, remembers: float = 0.
     (folder / "config.json").write_text(json.dumps(config))
     text = {key: value for key, value in config.items() if key != "architectures"}
     weights = random_weights(text, seed) if name == "dense" else split_experts(family_weights(text, seed))
-    weights = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in _drafting(weights).items()}
+    weights = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in _drafting(weights, hears).items()}
     for key in weights:
         if key.endswith("A_log"):
             weights[key] = weights[key] - remembers
@@ -58,17 +62,17 @@ def write_model(folder: Path, name: str, *, seed: int = 0, remembers: float = 0.
     return folder
 
 
-def _drafting(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights with branches scaled, and a head that guesses what follows from the last token alone."""
-    scaled = {name: tensor * _scale(name) for name, tensor in weights.items()}
+def _drafting(weights: dict[str, torch.Tensor], hears: float) -> dict[str, torch.Tensor]:
+    """Return the weights with branches scaled, and a head that guesses what follows, from the last token alone if it can."""
+    scaled = {name: tensor * _scale(name, hears) for name, tensor in weights.items()}
     hidden = weights["model.norm.weight"].shape[0]
     # The head's first layer takes the embedding and the hidden row side by side.
-    scaled["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    scaled["mtp.fc.weight"] = torch.cat([torch.eye(hidden), hears * torch.eye(hidden)], dim=1)
     scaled["mtp.norm.weight"] = weights["model.norm.weight"]
     return scaled
 
 
-def _scale(name: str) -> float:
-    if name.endswith(MIXERS) and not name.startswith("mtp."):
-        return MIXED
-    return OTHER if name.endswith((*MIXERS, "down_proj.weight")) else 1.0
+def _scale(name: str, hears: float) -> float:
+    if name.endswith(MIXERS):
+        return max(OTHER, hears) if name.startswith("mtp.") else MIXED
+    return OTHER if name.endswith("down_proj.weight") else 1.0

@@ -69,6 +69,27 @@ def trees(worker: Any) -> Callable[[], dict[str, Any]]:
     return _noting_paths(worker, poisoned(worker))
 
 
+def drafts(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `trees`, and beside it "drafts": by request, the tokens that each of its steps drafted for the next."""
+    look, drafter, drafted = trees(worker), worker.model_runner.speculator, {}
+    propose = drafter.propose
+
+    def propose_and_note(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tokens = propose(batch, *args, **kwargs)
+        for name, row in zip(batch.req_ids, tokens.tolist(), strict=True):
+            drafted.setdefault(name.partition("-")[0], []).append(row)
+        return tokens
+
+    drafter.propose = propose_and_note
+
+    def look_at_drafts() -> dict[str, Any]:
+        found = look() | {"drafts": dict(drafted)}
+        drafted.clear()
+        return found
+
+    return look_at_drafts
+
+
 def tree_boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
     """Return `boundaries`, and beside it what `trees` has."""
     return _noting_paths(worker, boundaries(worker))

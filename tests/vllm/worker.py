@@ -63,7 +63,7 @@ def prompt_of(llm: Any, request: dict[str, Any], asked: list[Any], served: list[
         return tokens
     number, place = request["continues"]
     before = prompt_of(llm, asked[number][place], asked, served)
-    return before + served[number]["outputs"][place]["tokens"] + tokens
+    return before + served[number]["outputs"][place]["tokens"][: request["keeps"]] + tokens
 
 
 def serve(
