@@ -28,7 +28,13 @@ def options() -> argparse.Namespace:
     add("--requests", type=int, nargs="+", default=[256])
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--output", type=int, default=168, help="tokens that each request generates")
-    add("--rounds", type=int, default=1)
+    add("--rounds", type=int, default=1, help="least number of rounds")
+    add(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="more rounds until they took so long together: few requests are over soon",
+    )
     return parse(parser)
 
 
@@ -49,8 +55,9 @@ def measure(engine: Any, given: argparse.Namespace, count: int) -> dict[str, Any
     """Time whole runs, and runs of a few tokens to take away: what is left is decoding."""
     short = 8
     run(engine, given, min(count, WARMS), short)
-    rounds = []
-    for _ in range(given.rounds):
+    rounds: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    while len(rounds) < given.rounds or time.perf_counter() - start < given.seconds:
         before = counters(engine)
         few, whole = (run(engine, given, count, tokens) for tokens in (short, given.output))
         after = counters(engine)

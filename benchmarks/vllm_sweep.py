@@ -1,7 +1,7 @@
 """One vLLM engine under many loads: python benchmarks/vllm_sweep.py --commit reconstruct --utilisation 0.6.
 
 Needs a GPU and vLLM beside treewy. An engine starts once and serves every point, each for a ramp and a window of seconds:
-with so many requests at any time (`--concurrency`), or with requests that come at random (`--arrivals poisson --rate`). The
+with so many requests at any time (`--concurrency`), then with requests that come at random, so many a second (`--rate`). The
 model has dummy weights and vLLM's synthetic acceptance, see vllm_model.py. Prints JSON lines: the environment, the start,
 and a row per point. Results go to benchmarks/results/sweep-*.jsonl; report.py makes docs/sweep.md of them.
 """
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +63,24 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     add = parser.add_argument
-    add("--arrivals", choices=("closed", "poisson"), default="closed")
-    add("--concurrency", type=int, nargs="+", help="requests at any time; 1 8 32 128 256 if nothing is said")
-    add("--rate", type=float, nargs="+", help="requests a second, with --arrivals poisson")
+    add(
+        "--concurrency", type=int, nargs="+", default=[], help="requests at any time; 1 8 32 128 256 if nothing is said"
+    )
+    add("--rate", type=float, nargs="+", default=[], help="requests a second, which come at random")
     add("--mix", choices=("sharegpt",), default="sharegpt", help="lengths of prompts and outputs")
     add("--ramp", type=float, default=3.0, help="seconds before each window")
-    add("--seconds", type=float, default=11.0, help="of each window")
+    add("--seconds", type=float, default=9.0, help="of each window")
     add("--warm", type=float, default=2.0, help="seconds of load at the highest level before the first point")
     add("--seed", type=int, default=0)
     add("--max-num-seqs", type=int, default=256)
     add("--json", type=Path, help="append the lines to this file as well")
     given = parse(parser)
-    unused, used = ("rate", "concurrency") if given.arrivals == "closed" else ("concurrency", "rate")
-    if getattr(given, unused) is not None:
-        parser.error(f"--{unused} does not go with --arrivals {given.arrivals}; use --{used}")
-    if given.arrivals == "closed":
+    if not given.rate:
         given.concurrency = given.concurrency or [1, 8, 32, 128, 256]
-    elif given.rate is None:
-        parser.error("--arrivals poisson needs --rate, as in --rate 2 8 32")
-    if min(given.concurrency or given.rate) <= 0:
-        parser.error(f"--concurrency and --rate must be above 0; got {min(given.concurrency or given.rate):g}")
-    if max(given.concurrency or [1]) > given.max_num_seqs:
+    levels = [*given.concurrency, *given.rate]
+    if min(levels) <= 0:
+        parser.error(f"--concurrency and --rate must be above 0; got {min(levels):g}")
+    if max(given.concurrency, default=1) > given.max_num_seqs:
         parser.error(f"--concurrency goes up to --max-num-seqs {given.max_num_seqs}; got {max(given.concurrency)}")
     return given
 
@@ -105,27 +103,16 @@ def main() -> None:
 def sweep(engine: Engine, given: argparse.Namespace, clock: Clock | None = None) -> Iterator[dict[str, Any]]:
     """Yield a row per point."""
     lengths = mix(given.mix, given.max_model_len)
-    levels = given.concurrency if given.arrivals == "closed" else given.rate
+    points = [("closed", level) for level in given.concurrency] + [("poisson", level) for level in given.rate]
     if given.warm:
         # A seed of its own: the points' requests are those of any engine.
-        warming = Point(given.arrivals, max(levels), 0.0, given.warm, given.seed + 1)
-        measure(engine, warming, lengths, given.max_num_seqs, clock)
-    asked = (
-        "commit",
-        "widths",
-        "drafts",
-        "acceptance",
-        "utilisation",
-        "arrivals",
-        "mix",
-        "seed",
-        "max_num_seqs",
-        "ramp",
-    )
-    for level in levels:
-        point = Point(given.arrivals, level, given.ramp, given.seconds, given.seed)
-        row = {"row": "point", **{name: getattr(given, name) for name in asked}}
-        row["concurrency" if given.arrivals == "closed" else "rate"] = level
+        kind, level = max((point for point in points if point[0] == points[0][0]), key=itemgetter(1))
+        measure(engine, Point(kind, level, 0.0, given.warm, given.seed + 1), lengths, given.max_num_seqs, clock)
+    asked = ("commit", "widths", "drafts", "acceptance", "utilisation", "mix", "seed", "max_num_seqs", "ramp")
+    for arrivals, level in points:
+        point = Point(arrivals, level, given.ramp, given.seconds, given.seed)
+        row = {"row": "point", **{name: getattr(given, name) for name in asked}, "arrivals": arrivals}
+        row["concurrency" if arrivals == "closed" else "rate"] = level
         yield row | measure(engine, point, lengths, given.max_num_seqs, clock)
 
 

@@ -89,12 +89,9 @@ def test_a_tiny_model_has_no_special_tokens_in_its_prompts(monkeypatch):
     ("arguments", "message"),
     [
         (("--commit", "store_all", "--widths", "3,3"), "--widths need --commit reconstruct or ring; got store_all"),
-        (("--rate", "2"), "--rate does not go with --arrivals closed"),
-        (("--arrivals", "poisson", "--concurrency", "2"), "--concurrency does not go with --arrivals poisson"),
-        (("--arrivals", "poisson"), "needs --rate"),
         (("--concurrency", "8", "300"), "up to --max-num-seqs 256; got 300"),
         (("--concurrency", "8", "0"), "must be above 0; got 0"),
-        (("--arrivals", "poisson", "--rate", "-1"), "must be above 0; got -1"),
+        (("--rate", "-1"), "must be above 0; got -1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(monkeypatch, capsys, arguments, message):
@@ -169,9 +166,19 @@ def test_a_row_per_point_that_says_all_of_itself(monkeypatch):
 
 
 def test_points_of_requests_that_come_by_themselves(monkeypatch):
-    rows, names = points(monkeypatch, "--arrivals", "poisson", "--rate", "2", "8.5", "--warm", "0", "--seed", "5")
+    rows, names = points(monkeypatch, "--rate", "2", "8.5", "--warm", "0", "--seed", "5")
     assert [(row["rate"], row["arrivals"]) for row in rows] == [(2.0, "poisson"), (8.5, "poisson")]
     assert {name.rsplit("-", 1)[0] for name in names} == {"poisson-2-5", "poisson-8.5-5"}
+
+
+def test_one_engine_meets_both_kinds_of_load(monkeypatch):
+    rows, names = points(monkeypatch, "--concurrency", "4", "2", "--rate", "8.5")
+    assert [(row["arrivals"], row.get("concurrency"), row.get("rate")) for row in rows] == [
+        ("closed", 4, None),
+        ("closed", 2, None),
+        ("poisson", None, 8.5),
+    ]
+    assert names[0] == "closed-4-1-0"
 
 
 def test_the_command_prints_json_lines_and_appends_them(monkeypatch, tmp_path, capsys):
@@ -192,10 +199,11 @@ def test_the_command_prints_json_lines_and_appends_them(monkeypatch, tmp_path, c
     assert (point["row"], point["block_size"], point["concurrency"]) == ("point", 1072, 2)
 
 
-def test_one_engine_at_some_numbers_of_requests(monkeypatch):
+@pytest.mark.parametrize(("least", "least_seconds", "rounds"), [(2, 0.0, 2), (1, 9.0, 3), (3, 4.0, 3)])
+def test_one_engine_at_some_numbers_of_requests(monkeypatch, least, least_seconds, rounds):
     """vllm_engine.py: what is left of a run when a short one is taken away is decoding."""
     stand_in_vllm.install(monkeypatch)
-    given = argparse.Namespace(commit="none", tiny=True, prompt=8, output=48, rounds=2)
+    given = argparse.Namespace(commit="none", tiny=True, prompt=8, output=48, rounds=least, seconds=least_seconds)
     seconds = {8: 1.0, 48: 3.0}
     now = SimpleNamespace(time=0.0)
 
@@ -209,4 +217,4 @@ def test_one_engine_at_some_numbers_of_requests(monkeypatch):
     monkeypatch.setattr(vllm_engine.time, "perf_counter", lambda: now.time)
     row = vllm_engine.measure(llm, given, 5)
     assert (row["decode_tokens_per_s"], row["tokens_per_s"]) == (5 * 40 / 2, 5 * 48 / 3)
-    assert [one["counters"]["num_preemptions"] for one in row["rounds"]] == [0, 0]
+    assert [one["counters"]["num_preemptions"] for one in row["rounds"]] == [0] * rounds
