@@ -110,7 +110,7 @@ def test_drawing(tmp_path):
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(BackendError, match=r"pip install 'treewy\[plot\]'"):
+    with pytest.raises(BackendError, match="pip install matplotlib"):
         load_pyplot()
 
 

@@ -104,6 +104,14 @@ def test_accepted(name: str, answers: dict[str, Any]) -> None:
     assert answer["shown"] == (name not in plain)  # the histogram among vLLM's metrics
 
 
+def test_a_version_between_the_tested_ones(tmp_path: Path) -> None:
+    """Its internals are those of 0.32 here, so it is accepted; the plugin has taken hold by the time that it is asked."""
+    cases = {"asked for": drafting(**ON) | OFF, "not asked for": drafting()}
+    answers = ask(tmp_path, version="0.30.0+cpu", cases=cases, layouts=[])["cases"]
+    assert answers["asked for"]["additional"] == {"treewy": ON}
+    assert answers["not asked for"]["additional"] == {}
+
+
 def test_facts(answers: dict[str, Any]) -> None:
     """Read from the real fields: names that vLLM changes are found here."""
     assert answers["cases"]["in the speculative config"]["facts"] == {

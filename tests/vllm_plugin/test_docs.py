@@ -18,7 +18,7 @@ from treewy.vllm_plugin.accounting import Account, account, log_lines, predict_l
 from treewy.vllm_plugin.counts import Numbers, log_line
 from treewy.vllm_plugin.metrics import WorkerExtension, read
 from treewy.vllm_plugin.options import KEYS, Options, parse
-from treewy.vllm_plugin.refusals import refuse
+from treewy.vllm_plugin.refusals import check_tree_size, refuse
 from treewy.vllm_plugin.versions import Version
 from vllm_plugin.rows import Engine
 from vllm_plugin.stand_in import config
@@ -195,6 +195,9 @@ def test_messages_in_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnsupportedError) as caught:
             versions.check(on_cpu=False)
         messages.append(str(caught.value))
+    with pytest.raises(RequestError) as number:
+        check_tree_size(Options("reconstruct", (2, 2, 2)), 3)
+    messages.append(str(number.value))
     with pytest.raises(RequestError) as unknown:
         parse({options.SECTION: {"mamba_state_comit": "ring"}})
     messages.append(str(unknown.value))

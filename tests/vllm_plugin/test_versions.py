@@ -157,6 +157,30 @@ def test_a_probe_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[2] == found[3] == "not_there:f is missing (No module named 'not_there')"
 
 
+def test_a_probe_does_not_see_what_the_plugin_puts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is probed when the plugin is loaded, and again when a configuration is made."""
+    module = ModuleType("held")
+
+    class Theirs:
+        """A hooked class."""
+
+        def prepare(self, batch: int) -> None:
+            """Take what was expected."""
+
+    class Ours(Theirs):
+        """What stands in for it."""
+
+        def prepare(self, *args: Any) -> None:
+            """Hand it on."""
+
+    module.State = Theirs  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "held", module)
+    probed = (Hook("held", "State.prepare", "self batch"),)
+    assert hooks.find_mismatches(probed, on_cpu=True) == []
+    module.State = Ours  # pyright: ignore[reportAttributeAccessIssue]
+    assert hooks.find_mismatches(probed, on_cpu=True) == []
+
+
 @pytest.mark.parametrize(("version", "name"), [((0, 26, 0), "v026"), ((0, 28, 0), "v032"), ((0, 32, 0), "v032")])
 def test_names_are_those_of_the_version(
     version: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch

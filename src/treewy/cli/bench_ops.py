@@ -35,9 +35,9 @@ class BenchOps:
     """Measure the kernels on a GPU: correctness first, then captured graphs with cold L2."""
 
     rows: Annotated[tuple[RowName, ...], arg(metavar="ROW")] = get_args(RowName)
-    """What to measure. verify, cycle, verify-fp32: the ring on a chain of 4. reconstruct: commit and verify fused. trees: 15,
-    40 and 64 rows. single: one sequence. exact: what exact mode costs. ragged: different trees side by side. stages: where
-    the time goes as chains grow, at 32 sequences. accuracy, drift: errors of the state."""
+    """What to measure. verify, cycle, verify-fp32: the ring on a chain of 4. reconstruct: commit and verify fused.
+    trees: 15, 40 and 64 rows. single: one sequence. exact: what exact mode costs. ragged: different trees side by side.
+    stages: where the time goes as chains grow, at 32 sequences. accuracy, drift: errors of the state."""
     batch_sizes: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 8, 32, 128)
     """Sequences at once; each row takes those that it has a use for."""
     backend: str = "cuda"

@@ -5,6 +5,7 @@ of this table pin the source of each for the tested versions.
 """
 
 import inspect
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -134,8 +135,12 @@ def of_version(minor: tuple[int, int]) -> tuple[Hook, ...]:
     return tuple(hook for hook in HOOKS if hook.only in (None, minor))
 
 
+@cache
 def find_mismatches(hooks: tuple[Hook, ...], *, on_cpu: bool) -> list[str]:
-    """Return what the installed vLLM has otherwise than `hooks` say: one line each, nothing if all is as expected."""
+    """Return what the installed vLLM has otherwise than `hooks` say: one line each, nothing if all is as expected.
+
+    A process is probed once, before the plugin takes hold: afterwards its own classes stand where vLLM's did.
+    """
     found = [_mismatch(hook) for hook in hooks if not (hook.gpu if on_cpu else hook.cpu)]
     return [line for line in found if line]
 

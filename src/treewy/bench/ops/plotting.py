@@ -48,7 +48,7 @@ def load_pyplot() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ModuleNotFoundError as error:
         raise BackendError(
-            "A plot must have matplotlib; it is not installed.", install="pip install 'treewy[plot]'"
+            "A plot must have matplotlib; it is not installed.", install="pip install matplotlib"
         ) from error
 
 
