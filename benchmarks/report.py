@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +181,36 @@ def _attention_table(first: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     return f"{title}{header}{rows}\n"
 
 
-def _vllm_table(engines: list[list[dict[str, Any]]]) -> str:
-    """Return vLLM engines side by side: each result file is one process."""
+def _vllm_table(files: list[list[dict[str, Any]]]) -> str:
+    """Return vLLM engines side by side: a result file holds the lines of one process after the other."""
+    engines = [process for lines in files for process in _processes(lines)]
     if not engines:
         return ""
     given, environment = engines[0][0]["options"], engines[0][0]["environment"]
     title = (
-        f"vLLM {environment['versions']['vllm']}, Qwen3.5-35B-A3B shape, dummy weights, MTP {given['drafts']} with synthetic "
-        f"acceptance {given['acceptance']}, {given['state_dtype']} state, prompts of {given['prompt']} and {given['output']} "
-        f"tokens generated, {environment['device']}. One process per row; ranges over its rounds. Whole runs "
-        "count prefill, decoding alone does not.\n\n"
+        f"vLLM {environment['versions']['vllm']}, Qwen3.5-35B-A3B shape, dummy weights, MTP with synthetic acceptance, "
+        f"{given['state_dtype']} state, prompts of {given['prompt']} and {given['output']} tokens generated, "
+        f"{environment['device']}. Medians and ranges over rounds of one process. Whole runs count prefill, decoding alone does "
+        "not.\n\n"
     )
-    header = (
-        "| commit | requests | utilisation | blocks x tokens | decode tokens/s | whole run tokens/s | preemptions | command |\n"
-        + "|---" * 8
-        + "|\n"
+    columns = (
+        "commit",
+        "acceptance",
+        "requests",
+        "utilisation",
+        "blocks x tokens",
+        "decode tokens/s",
+        "whole run tokens/s",
+        "preemptions",
+        "step, ms",
+        "command",
     )
-    return f"{title}{header}{''.join(map(_vllm_lines, engines))}\n"
+    return f"{title}{_head(columns)}{''.join(map(_vllm_lines, engines))}\n"
+
+
+def _processes(lines: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    starts = [i for i, line in enumerate(lines) if "benchmark" in line]
+    yield from (lines[start:end] for start, end in pairwise([*starts, len(lines)]))
 
 
 def _vllm_lines(lines: list[dict[str, Any]]) -> str:
@@ -209,14 +223,17 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
             for each in [[one[name] for one in run["rounds"]]]
         ]
         preemptions = sum(one["counters"].get("num_preemptions", 0) for one in run["rounds"])
+        milliseconds = vllm_pairs.step_ms(run["requests"], run["rounds"])
         widths = first["options"].get("widths")
         cells = (
             run["commit"] if widths is None else f"{run['commit']}, tree {','.join(map(str, widths))}",
+            first["options"]["acceptance"],
             run["requests"],
             first["options"]["utilisation"],
             f"{start['num_blocks']} x {start['block_size']:,}",
             *speeds,
             f"{preemptions:.0f}",
+            "" if milliseconds is None else f"{milliseconds:.1f}",
             _command(first["environment"]),
         )
         rows += f"| {' | '.join(map(str, cells))} |\n"
@@ -230,7 +247,8 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
     title = (
         f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {given['utilisation']} of the memory, "
         f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
-        f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians.\n\n"
+        f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians. A step"
+        " is one of all requests, where none was preempted.\n\n"
     )
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in vllm_pairs.table(lines))
     return f"{title}{_head(vllm_pairs.COLUMNS)}{rows}\n"

@@ -26,6 +26,7 @@ COLUMNS = (
     "processes",
     *(f"{speed}, tokens/s{over}" for speed in ("decode", "whole run") for over in ("", *(f" x {x}" for x in BASES))),
     "preemptions",
+    "step, ms",
 )
 
 
@@ -91,7 +92,7 @@ def table(lines: Iterable[dict[str, Any]]) -> list[list[str]]:
             rounds.setdefault(key, []).extend(line["rounds"])
             processes[key] = processes.get(key, 0) + 1
     return [
-        [key[1], str(key[0]), str(processes[key]), *_speeds(rounds, key), _preemptions(rounds[key])]
+        [key[1], str(key[0]), str(processes[key]), *_speeds(rounds, key), *_of_steps(key[0], rounds[key])]
         for key in sorted(rounds)
     ]
 
@@ -107,8 +108,26 @@ def _speeds(rounds: dict[tuple[int, str], list[dict[str, Any]]], key: tuple[int,
     return cells
 
 
-def _preemptions(rounds: list[dict[str, Any]]) -> str:
-    return f"{median(one['counters'].get('num_preemptions', 0) for one in rounds):.0f}"
+def _of_steps(count: int, rounds: list[dict[str, Any]]) -> list[str]:
+    preemptions = median(one["counters"].get("num_preemptions", 0) for one in rounds)
+    milliseconds = step_ms(count, rounds)
+    return [f"{preemptions:.0f}", "" if milliseconds is None else f"{milliseconds:.1f}"]
+
+
+def step_ms(count: int, rounds: list[dict[str, Any]]) -> float | None:
+    """Return the median of how long a decoding step of all requests takes; None if not all of them ran at once.
+
+    They did not where one was preempted. Else a step brings each its tokens, accepted drafts and one more.
+    """
+    each = []
+    for one in rounds:
+        counters = one["counters"]
+        if counters.get("num_preemptions", 0):
+            return None
+        drafts = counters.get("spec_decode_num_drafts", 0)
+        tokens = 1 + counters["spec_decode_num_accepted_tokens"] / drafts if drafts else 1
+        each.append(1e3 * count * tokens / one["decode_tokens_per_s"])
+    return median(each)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_engines_take_turns_and_all_their_lines_are_kept(call, capfd):
     assert [line["line"] for line in lines if line["line"].get("row") == "exit"] == [{"row": "exit", "code": 0}] * 9
     out, err = capfd.readouterr()
     assert err.count("INFO a word of vLLM's") == 9
-    assert "reconstruct | 8 | 3 | 274 (254-294) | 2.21 | 1.22 | 127 (127-127) | 2.44 | 1.25 | 4" in out
+    assert "reconstruct | 8 | 3 | 274 (254-294) | 2.21 | 1.22 | 127 (127-127) | 2.44 | 1.25 | 4 | " in out
 
 
 def test_a_later_call_adds_to_the_file(call, capfd):

@@ -151,35 +151,67 @@ def results(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def runs(utilisation: str, requests: int, commit: str, speed: str) -> list[float]:
-    """Return what each process of an engine measured."""
+def rounds(utilisation: str, requests: int, commit: str, speed: str) -> list[float]:
+    """Return what the rounds of all processes of an engine measured."""
     lines = [entry["line"] for entry in results(f"pairs-h200-{utilisation}.jsonl")]
-    kinds = (utilisation, requests, commit)
-    return [x[speed] for x in lines if x.get("row") == "run" and (utilisation, x["requests"], x["commit"]) == kinds]
+    runs = [x for x in lines if x.get("row") == "run" and (x["requests"], x["commit"]) == (requests, commit)]
+    return [one[speed] for run in runs for one in run["rounds"]]
+
+
+def spread(each: list[float]) -> str:
+    if len(each) == 1:
+        return f"{each[0]:,.0f}"
+    return f"{median(each):,.0f} ({min(each):,.0f}-{max(each):,.0f})"
 
 
 def test_speed_is_that_of_the_result_files() -> None:
-    rows = table("[README](../README.md) has all of it")
-    speeds = ("decode_tokens_per_s", "tokens_per_s")
-    at_60 = {commit: [runs("0.6", 256, commit, x) for x in speeds] for commit in ("none", "store_all", "reconstruct")}
-    for (decode, whole), row in zip(at_60.values(), rows[:3], strict=True):
-        assert len(decode) == 3
-        assert row[2].strip("*") == f"{median(decode):,.0f} ({min(decode):,.0f}-{max(decode):,.0f})"
-        assert row[5] == f"{median(whole):,.0f}"
-    ours, base, none = (median(at_60[commit][0]) for commit in ("reconstruct", "store_all", "none"))
-    assert [cell.strip("*") for cell in rows[2][3:5]] == [f"{ours / base:.2f}", f"{ours / none:.2f}"]
-    for requests, pair in ((128, rows[3:5]), (1, rows[5:7])):
-        stock, mine = (runs("0.9", requests, commit, speeds[0]) for commit in ("store_all", "reconstruct"))
-        assert pair[0][2] == " and ".join(f"{x:,.0f}" for x in sorted(stock))
-        assert pair[1][2] == f"{mine[0]:,.0f}"
-        assert pair[1][3].strip("*") == f"{mine[0] / median(stock):.2f}"
+    rows = [[cell.strip("*") for cell in row] for row in table("[README](../README.md) has all of it")]
+    commits = ("none", "store_all", "reconstruct")
+    wanted = [("0.6", 256, commit) for commit in commits] + [
+        ("0.9", count, commit) for count in (128, 1) for commit in commits[1:]
+    ]
+    for row, engine in zip(rows, wanted, strict=True):
+        measured = [rounds(*engine, speed) for speed in ("decode_tokens_per_s", "tokens_per_s")]
+        of = {
+            base: [median(rounds(*engine[:2], base, speed)) for speed in ("decode_tokens_per_s", "tokens_per_s")]
+            for base in ("store_all", "none")
+            if base != engine[2] and rounds(*engine[:2], base, "tokens_per_s")
+        }
+        decode, whole = map(median, measured)
+        over = [f"{decode / of[base][0]:.2f}" if base in of else "" for base in ("store_all", "none")]
+        last = f"{whole / of['store_all'][1]:.2f}" if "store_all" in of else ""
+        assert row[2:] == [spread(measured[0]), *over, spread(measured[1]), last]
+    assert f"{float(rows[2][3]):.2f} times its decode tokens/s, and {float(rows[6][3]):.2f} times" in README
 
 
-def test_speed_of_trees_is_that_of_the_result_file() -> None:
-    head, _, *measured = results("vllm-h200-trees.jsonl")
-    assert head["environment"]["sha"].startswith("374abd54")
-    one, eight, many = (f"{run['decode_tokens_per_s']:,.0f}" for run in measured)
-    assert f"{one}, {eight} and {many} tokens/s at 1, 8 and 32 requests" in PAGE
+def step_ms(count: int, each: list[dict[str, Any]]) -> float:
+    """Return how long a step of all requests takes, from their tokens a step."""
+    gained = [
+        1 + one["counters"]["spec_decode_num_accepted_tokens"] / one["counters"]["spec_decode_num_drafts"]
+        for one in each
+    ]
+    return median(1e3 * count * x / one["decode_tokens_per_s"] for x, one in zip(gained, each, strict=True))
+
+
+def test_speed_of_trees_is_that_of_the_result_files() -> None:
+    rows = [[cell.strip("*") for cell in row] for row in table("Trees, at 0.9 of the memory")]
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    widths = ""
+    for line in results("vllm-h200-trees.jsonl"):
+        widths = f"{line['options']['widths']}" if "options" in line else widths
+        if line.get("row") == "run":
+            runs[widths, line["requests"]] = line["rounds"]
+    for entry in results("pairs-h200-0.9.jsonl"):
+        line = entry["line"]
+        if line.get("row") == "run" and line["commit"] == "reconstruct":
+            runs.setdefault(("chain of 3", line["requests"]), []).extend(line["rounds"])
+    assert len(rows) == 9
+    for row in rows:
+        each = runs[row[0].strip("`"), int(row[1])]
+        base = median(one["decode_tokens_per_s"] for one in runs["chain of 3", int(row[1])])
+        speed = [one["decode_tokens_per_s"] for one in each]
+        over = "" if row[0] == "chain of 3" else f"{median(speed) / base:.2f}"
+        assert row[3:] == [f"{step_ms(int(row[1]), each):.1f}", spread(speed), over]
 
 
 def test_messages_in_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
