@@ -29,8 +29,12 @@ def main() -> None:
     results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
     if options.plots:
         from treewy.bench.ops.plotting import load_pyplot
+        from treewy.errors import BackendError
 
-        sweep_plots.draw(load_pyplot(), results, docs)
+        try:
+            sweep_plots.draw(load_pyplot(), results, docs)
+        except BackendError as error:
+            sys.exit(str(error))
     stale = []
     for page, content in ((ROOT / "README.md", tables()), (docs / "sweep.md", sweep_report.section(results, docs))):
         before = page.read_text()

@@ -18,6 +18,8 @@ from vllm_model import add_options, capacity, counters, header, make_engine, par
 
 # Requests that compile what a run needs, before anything is timed.
 WARMS = 32
+# Tokens of the runs that are taken away from the whole ones.
+SHORT = 8
 
 
 def options() -> argparse.Namespace:
@@ -27,7 +29,7 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--requests", type=int, nargs="+", default=[256])
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
-    add("--output", type=int, default=168, help="tokens that each request generates")
+    add("--output", type=int, default=168, help=f"tokens that each request generates, more than {SHORT}")
     add("--rounds", type=int, default=1, help="least number of rounds")
     add(
         "--seconds",
@@ -35,7 +37,10 @@ def options() -> argparse.Namespace:
         default=0.0,
         help="more rounds until they took so long together: few requests are over soon",
     )
-    return parse(parser)
+    given = parse(parser)
+    if given.output <= SHORT:
+        parser.error(f"--output must be above {SHORT}, the tokens of a run that is taken away; got {given.output}")
+    return given
 
 
 def main() -> None:
@@ -53,18 +58,22 @@ def main() -> None:
 
 def measure(engine: Any, given: argparse.Namespace, count: int) -> dict[str, Any]:
     """Time whole runs, and runs of a few tokens to take away: what is left is decoding."""
-    short = 8
-    run(engine, given, min(count, WARMS), short)
+    run(engine, given, min(count, WARMS), SHORT)
     rounds: list[dict[str, Any]] = []
     start = time.perf_counter()
     while len(rounds) < given.rounds or time.perf_counter() - start < given.seconds:
         before = counters(engine)
-        few, whole = (run(engine, given, count, tokens) for tokens in (short, given.output))
+        few, whole = (run(engine, given, count, tokens) for tokens in (SHORT, given.output))
         after = counters(engine)
         gained = {name: after[name] - before.get(name, 0) for name in after}
+        if whole <= few:
+            sys.exit(
+                f"A run of {given.output} tokens must take longer than one of {SHORT} for decoding to be what is left; {count} "
+                f"requests took {whole:.2f} and {few:.2f} s. Generate more tokens: --output."
+            )
         rounds.append(
             {
-                "decode_tokens_per_s": count * (given.output - short) / (whole - few),
+                "decode_tokens_per_s": count * (given.output - SHORT) / (whole - few),
                 "tokens_per_s": count * given.output / whole,
                 "seconds": whole,
                 "counters": gained,

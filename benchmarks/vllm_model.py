@@ -99,7 +99,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--state-dtype", default="float32")
     add("--max-model-len", type=int, default=4096)
     add("--layers", type=int, default=40)
-    add("--tiny", action="store_true", help="a tiny model on a CPU, to try the benchmark itself")
+    add(
+        "--tiny",
+        action="store_true",
+        help="a tiny model on a CPU, to try the benchmark itself with few and short requests",
+    )
 
 
 def _widths(text: str) -> list[int]:

@@ -199,6 +199,20 @@ def test_the_command_prints_json_lines_and_appends_them(monkeypatch, tmp_path, c
     assert (point["row"], point["block_size"], point["concurrency"]) == ("point", 1072, 2)
 
 
+def test_runs_that_leave_no_decoding_are_no_result(monkeypatch):
+    stand_in_vllm.install(monkeypatch)
+    monkeypatch.setattr(vllm_engine, "run", lambda engine, given, count, tokens: 1.0)
+    given = argparse.Namespace(commit="none", tiny=True, prompt=8, output=12, rounds=1, seconds=0.0)
+    with pytest.raises(SystemExit, match=r"A run of 12 tokens must take longer.*--output"):
+        vllm_engine.measure(stand_in_vllm.LLM(), given, 5)
+
+
+def test_an_output_that_is_no_longer_than_what_is_taken_away_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        engine_options(monkeypatch, "--output", "8")
+    assert "--output must be above 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("least", "least_seconds", "rounds"), [(2, 0.0, 2), (1, 9.0, 3), (3, 4.0, 3)])
 def test_one_engine_at_some_numbers_of_requests(monkeypatch, least, least_seconds, rounds):
     """vllm_engine.py: what is left of a run when a short one is taken away is decoding."""

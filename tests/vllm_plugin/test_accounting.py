@@ -146,6 +146,12 @@ def test_the_log() -> None:
     ]
 
 
+def test_the_log_says_which_tree() -> None:
+    options = Options("reconstruct", widths=(2, 2, 2))
+    made = account(blocks_of(14), rows(options, 14), options, drafts=14, max_model_len=4096, available=AVAILABLE)
+    assert log_lines(made)[0].startswith("treewy: reconstruct, 14 drafts in a tree of [2, 2, 2]: a request takes")
+
+
 def test_cached_prefixes_take_a_state_more() -> None:
     """With the plugin and without it: that of the block which is being left."""
     bounds = {"drafts": 3, "max_model_len": 4096, "available": AVAILABLE}

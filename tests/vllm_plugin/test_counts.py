@@ -126,12 +126,13 @@ def test_counting_asks_the_device_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_neither_counting_nor_the_log_waits_for_a_gpu(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Where waiting is an error; the last line is of a copy that is done."""
     counted = Counts(sizes(16), torch.device("cuda"))
     gained, fold = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([3, 1], [0, 1]))
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for rows in ([4, 4], [4, 1]) * 3:
             clock.now += 10
             counted.observe(np.array(rows, np.int32), gained, fold, full_graph=True)

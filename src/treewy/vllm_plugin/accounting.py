@@ -62,7 +62,7 @@ class Share(NamedTuple):
 class Account(NamedTuple):
     """One engine's memory, with the plugin and without it, the same bytes in all."""
 
-    commit: str
+    options: Options
     drafts: int
     max_model_len: int
     rows: Rows
@@ -149,7 +149,7 @@ def account(
     """
     ours, stock = (blocks._replace(states_per_request=n + prefix_caching) for n in (1, 1 + drafts))
     return Account(
-        commit=options.commit,
+        options=options,
         drafts=drafts,
         max_model_len=max_model_len,
         rows=rows,
@@ -160,12 +160,13 @@ def account(
 
 def log_lines(account: Account) -> list[str]:
     """Return the account as lines for the start-up log."""
-    rows, ours, stock = account.rows, account.treewy, account.stock
+    rows, ours, stock, widths = account.rows, account.treewy, account.stock, account.options.widths
     blocks, num_layers = ours.blocks, account.rows.num_layers
     pages = blocks.num_state_groups * blocks.group_size
     states = "1 block" if blocks.states_per_request == 1 else f"{blocks.states_per_request} blocks"
+    drafts = f"{account.drafts} drafts" if widths is None else f"{account.drafts} drafts in a tree of {list(widths)}"
     return [
-        f"treewy: {account.commit}, {account.drafts} drafts: a request takes {states} of each "
+        f"treewy: {account.options.commit}, {drafts}: a request takes {states} of each "
         f"of {blocks.num_state_groups} recurrent groups instead of {stock.blocks.states_per_request}; {num_layers} layers "
         f"in {pages} pages, {pages - num_layers} of padding",
         f"treewy: {ours.num_blocks:,} blocks of {blocks.block_size:,} tokens and {blocks.block_bytes:,} bytes: "

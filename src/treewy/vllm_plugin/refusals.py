@@ -91,12 +91,14 @@ def _check_runner(facts: Facts, options: Options) -> None:
             f"{COMMIT} {options.commit!r} runs on {' and '.join(PLATFORMS)}; this is {facts.platform}. Leave it out there."
         )
     if not facts.is_v2 and (options.widths is not None or facts.cache_mode != "none"):
-        what = (
-            "draft trees" if options.widths is not None else f"prefix caching (mamba_cache_mode {facts.cache_mode!r})"
+        what, instead = (
+            ("draft trees", "draft a chain, without prefix caching")
+            if options.widths is not None
+            else (f"prefix caching (mamba_cache_mode {facts.cache_mode!r})", "pass --no-enable-prefix-caching")
         )
         raise UnsupportedError(
             f"{COMMIT} {options.commit!r} with {what} needs vLLM's Model Runner V2; this configuration runs on V1. Set the "
-            "environment variable VLLM_USE_V2_MODEL_RUNNER=1, or pass --no-enable-prefix-caching and draft a chain."
+            f"environment variable VLLM_USE_V2_MODEL_RUNNER=1, or {instead}."
         )
 
 
