@@ -12,8 +12,8 @@ from treewy.tree import DraftTree
 from treewy.vllm_plugin import facts, layer, tree_attention, tree_config
 from treewy.vllm_plugin.options import Options
 from treewy.vllm_plugin.refusals import check_tree_size, refuse
+from treewy.vllm_plugin.synthetic import Synthetic
 from treewy.vllm_plugin.tree_drafter import Levels, _check_attention
-from treewy.vllm_plugin.tree_sampler import Synthetic
 from vllm_plugin.stand_in import config
 
 WIDTHS = (2, 2, 2)

@@ -12,7 +12,8 @@ from treewy.tree import DraftTree
 from treewy.vllm_plugin import tree_sampler
 from treewy.vllm_plugin.memory import Memory
 from treewy.vllm_plugin.step import Drafted, Step
-from treewy.vllm_plugin.tree_sampler import Synthetic, chunks, depth_rates, needs_root_alone, sampler_class, walk
+from treewy.vllm_plugin.synthetic import Synthetic, depth_rates
+from treewy.vllm_plugin.tree_sampler import chunks, needs_root_alone, sampler_class, walk
 from treewy.vllm_plugin.trees import Trees
 from vllm_plugin.fakes import compat
 from vllm_plugin.rows import sizes

@@ -5,7 +5,7 @@ from typing import Any
 from treewy.errors import RequestError, UnsupportedError
 from treewy.vllm_plugin import compat, tree_attention
 from treewy.vllm_plugin.options import WIDTHS, Options, num_drafts
-from treewy.vllm_plugin.tree_sampler import SYNTHETIC, depth_rates
+from treewy.vllm_plugin.synthetic import SYNTHETIC, depth_rates
 
 # The attention backend of plugins, by vLLM's name.
 CUSTOM = "CUSTOM"
