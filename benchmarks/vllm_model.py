@@ -139,6 +139,8 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
 
+    from treewy.vllm_plugin.tree_config import capture_sizes
+
     Path(folder, "config.json").write_text(json.dumps(model_config(given)))
     rows = 1 if given.commit == "none" else 1 + given.drafts
     return LLM(
@@ -158,7 +160,7 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
         compilation_config={
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [rows * count for count in capture_counts(largest)],
+            "cudagraph_capture_sizes": capture_sizes(largest, rows),
         },
     )
 
@@ -196,12 +198,6 @@ def drafting(given: argparse.Namespace) -> dict[str, Any]:
 def token_ids(given: argparse.Namespace) -> tuple[int, int]:
     """Return the bounds of the token ids that prompts are made of; none of them is special."""
     return (10, 200) if given.tiny else (10, 30_000)
-
-
-def capture_counts(largest: int) -> list[int]:
-    """Return the numbers of requests to capture graphs for: steps run at the next larger one."""
-    counts = [1, 2, 4, *range(8, 64, 8), *range(64, largest, 16), largest]
-    return sorted({count for count in counts if count <= largest})
 
 
 def capacity(engine: Any) -> dict[str, int]:
