@@ -92,6 +92,10 @@ def test_the_same_option_twice() -> None:
     message = "mamba_state_commit is 'ring' in the speculative config and 'reconstruct' in additional_config['treewy']"
     with pytest.raises(RequestError, match=re.escape(message)):
         moved(ours, {"treewy": {"mamba_state_commit": "reconstruct"}})
+    tree = ours | {"num_speculative_tokens": 6}
+    moved(tree | {"draft_tree_widths": (2, 2)}, {"treewy": {"draft_tree_widths": [2, 2]}})  # a tuple is a list in JSON
+    with pytest.raises(RequestError, match=re.escape("draft_tree_widths is (2, 2)")):
+        moved(tree | {"draft_tree_widths": (2, 2)}, {"treewy": {"draft_tree_widths": [2, 3]}})
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,10 @@ TREES_REFUSED = [
     ({"speculative__rejection_sample_method": "block"}, "rejection_sample_method is 'block', which is for chains"),
     ({"speculative__draft_sample_method": "probabilistic"}, "draft_sample_method is 'probabilistic'. Use 'greedy'."),
     ({"cache__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'. Pass --kv-cache-dtype auto"),
+    (
+        {"cache__cache_dtype": "float16"},
+        "in the model's dtype; kv_cache_dtype is 'float16'. Pass --kv-cache-dtype auto",
+    ),
     ({"cache__sliding_window": 4096}, "a sliding window of 4096. Leave draft_tree_widths out for it."),
     (
         {"speculative__method": "eagle3"},
@@ -185,9 +189,15 @@ def test_what_trees_cannot_do(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.26", "0.32"])
 @pytest.mark.parametrize("acceptance", ["standard", "synthetic"])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-def test_trees_run(version: str, acceptance: str, dtype: str) -> None:
-    changes = {"speculative__rejection_sample_method": acceptance, "cache__cache_dtype": dtype}
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "bfloat16"), ("float16", "float16")]
+)
+def test_trees_run(version: str, acceptance: str, dtype: str, kv_dtype: str) -> None:
+    changes = {
+        "speculative__rejection_sample_method": acceptance,
+        "model__dtype": f"torch.{dtype}",
+        "cache__cache_dtype": kv_dtype,
+    }
     refuse(config(version, **TREE_DRAFTS, **changes), TREE)
     refuse(config(version, **TREE_DRAFTS, **changes), Options("ring", (2, 2), ring_capacity=3))
 

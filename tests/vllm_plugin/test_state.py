@@ -50,6 +50,7 @@ class Worker:
             idx_mapping_np=np.array(requests),
             idx_mapping=torch.tensor(requests),
             num_computed_tokens_np=np.zeros(len(requests), np.int32),
+            is_prefilling_np=np.zeros(len(requests), bool),
             drafts=np.array(drafts),
         )
 
@@ -156,6 +157,34 @@ def test_what_takes_vllms_path_is_flushed_first(align: bool) -> None:
         assert torch.equal(worker.windows[layer, others], windows[layer, others])
     assert worker.state.seen[-1] == ("preprocess", [1, 1, 1, 3, 1, 1, 1, 1])  # it is told that nothing is left behind
     assert worker.engine.memory.lengths.tolist() == [0, 0, 0, *lengths[3:]]
+    assert np.flatnonzero(worker.step.keeps).tolist() == [3]
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_a_token_of_a_prompt_is_in_its_page_after_its_step(align: bool) -> None:
+    """Where prefixes are cached vLLM copies the page before the next step: it must have all of the prompt so far."""
+    worker = Worker(align=align)
+    worker.state._mamba_state_idx_gpu[:] = 1
+    batch = worker.batch([1, 3], [1, 4], [True, True])
+    batch.is_prefilling_np[0] = True
+    tables = [torch.tensor([[8, 2], [8, 4]] if align else [[2, 8], [4, 8]])] * 3
+    worker.preprocess(batch, tables)
+    worker.engine.run([1, 3], [2, 4], [1, 4], [1, 3])
+    before, windows = worker.engine.states.clone(), worker.windows.clone()
+    kept = [worker.engine.memory.kept.layer(layer) for layer in range(LAYERS)]
+    want = [materialised(before[layer, 2].double(), kept[layer], 1) for layer in range(LAYERS)]
+    worker.state.postprocess_state(batch.idx_mapping, torch.tensor([0, 3]))
+    if not align:
+        assert torch.equal(worker.engine.states, before)
+        assert worker.step.keeps[1]
+        return
+    for layer in range(LAYERS):
+        assert not torch.equal(worker.engine.states[layer, 2], before[layer, 2])
+        assert torch.allclose(worker.engine.states[layer, 2].double(), want[layer], atol=1e-6)
+        others = [slot for slot in range(9) if slot != 2]
+        assert torch.equal(worker.engine.states[layer, others], before[layer, others])
+    assert torch.equal(worker.windows, windows)
+    assert worker.engine.memory.lengths.tolist() == [0, 0, 0, 3, 0, 0, 0, 0]
     assert np.flatnonzero(worker.step.keeps).tolist() == [3]
 
 

@@ -41,11 +41,19 @@ def engine(platform: str, *, requests: int, tokens: int, monkeypatch: pytest.Mon
             {"speculative__attention_backend": SimpleNamespace(name="FLASH_ATTN")},
             "attention_backend FLASH_ATTN and kv_cache_dtype None. Leave both out",
         ),
+        ({"model__enable_return_routed_experts": True}, "enable_return_routed_experts is on. Leave it out"),
+        (
+            {"aux_output_config": SimpleNamespace(enable_return_routed_experts=True)},
+            "enable_return_routed_experts is on. Leave it out",
+        ),
         ({"speculative__kv_cache_dtype": "fp8"}, "attention_backend None and kv_cache_dtype fp8. Leave both out"),
     ],
 )
 def test_what_only_trees_cannot_do(changes: dict[str, Any], given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.32 gives the drafter attention of its own if asked, and our sampler returns no masks."""
+    """vLLM 0.32 gives the drafter attention of its own if asked, and our sampler returns no masks.
+
+    The experts of a step's first rows, which vLLM returns for as many tokens as were accepted, are not those of a path.
+    """
     monkeypatch.setattr(facts, "platform", lambda: "cuda")
     drafts = {"speculative__num_speculative_tokens": 14}
     refuse(config(**changes), Options("reconstruct"))
@@ -79,6 +87,16 @@ def test_the_drafter_needs_room_without_graphs_too(monkeypatch: pytest.MonkeyPat
         RequestError, match=r"4 x 6 rows; max_num_batched_tokens is 23\. Set it to 24 .*max_num_seqs to 3"
     ):
         tree_config.prepare(engine("cpu", requests=4, tokens=23, monkeypatch=monkeypatch), TREE, asked=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hint"), [(6, "Set it to 24 at least, or max_num_seqs to 1 at most."), (5, "Set it to 24 at least.")]
+)
+def test_no_advice_to_run_nothing(tokens: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step has no room for one request's levels, fewer requests do not help."""
+    with pytest.raises(RequestError) as raised:
+        tree_config.prepare(engine("cpu", requests=4, tokens=tokens, monkeypatch=monkeypatch), TREE, asked=False)
+    assert str(raised.value).endswith(f"max_num_batched_tokens is {tokens}. {hint}")
 
 
 def test_synthetic_paths_longer_than_the_tree_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ class Facts(NamedTuple):
         num_linear_layers: Its layers that are not softmax attention.
         is_v2: Whether the second model runner runs it.
         cache_mode: How recurrent states are kept for prefixes: "none", "align" or "all".
+        dtype: Of the model.
         state_dtype: Of recurrent states.
         kv_dtype: Of keys and values, as asked for.
         sliding_window: Newest places that softmax layers attend to; None if to all.
@@ -43,6 +44,7 @@ class Facts(NamedTuple):
         sharded_sampling: Whether GPUs share a batch out for sampling.
         logits_processors: Whether the model has logits processors of its user.
         sampling_masks: Whether it is to say which tokens sampling left.
+        routed_experts: Whether it is to say which experts each token went to.
         draft_backend: Attention backend of the drafter, where it has one of its own.
         draft_kv_dtype: Of the drafter's keys and values, likewise.
         data_parallel: Engines that share the requests.
@@ -55,6 +57,7 @@ class Facts(NamedTuple):
     num_linear_layers: int
     is_v2: bool
     cache_mode: str
+    dtype: str
     state_dtype: str
     kv_dtype: str
     sliding_window: int | None
@@ -73,6 +76,7 @@ class Facts(NamedTuple):
     sharded_sampling: bool
     logits_processors: bool
     sampling_masks: bool
+    routed_experts: bool
     draft_backend: str | None
     draft_kv_dtype: str | None
     data_parallel: int
@@ -90,6 +94,7 @@ def read(vllm_config: Any) -> Facts:
         num_linear_layers=sum(kind == LINEAR for kind in getattr(text, "layer_types", None) or ()),
         is_v2=vllm_config.use_v2_model_runner,
         cache_mode=cache.mamba_cache_mode,
+        dtype=_model_dtype(model),
         state_dtype=_state_dtype(model, cache),
         kv_dtype=str(cache.cache_dtype),
         sliding_window=getattr(cache, "sliding_window", None),
@@ -109,6 +114,7 @@ def read(vllm_config: Any) -> Facts:
         sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
         logits_processors=bool(getattr(model, "logits_processors", None)),
         sampling_masks=bool(getattr(model, "return_sampling_mask", False)),
+        routed_experts=_routed_experts(vllm_config),
         draft_backend=_name(getattr(speculative, "attention_backend", None)),
         draft_kv_dtype=getattr(speculative, "kv_cache_dtype", None),
         data_parallel=parallel.data_parallel_size,
@@ -117,7 +123,17 @@ def read(vllm_config: Any) -> Facts:
 
 def _state_dtype(model: Any, cache: Any) -> str:
     asked = (cache.mamba_ssm_cache_dtype, cache.mamba_cache_dtype)
-    return next((x for x in asked if x != "auto"), str(model.dtype).removeprefix("torch."))
+    return next((x for x in asked if x != "auto"), _model_dtype(model))
+
+
+def _model_dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _routed_experts(vllm_config: Any) -> bool:
+    """Return whether the experts of each token are to be returned; 0.26 and later versions keep that in different places."""
+    places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    return any(bool(getattr(place, "enable_return_routed_experts", False)) for place in places)
 
 
 def _name(backend: Any) -> str | None:

@@ -68,11 +68,15 @@ def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:
             "speculative config has options already."
         )
     for key, value in ours.items():
-        if key in section and section[key] != value:
+        if key in section and _as_json(section[key]) != _as_json(value):
             raise RequestError(
                 f"An option must be given once, or twice alike; {key} is {value!r:.80} in the speculative config and "
                 f"{section[key]!r:.80} in additional_config[{SECTION!r}]. Drop one."
             )
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _taking_options(create: Callable) -> Callable:

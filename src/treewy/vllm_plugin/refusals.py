@@ -11,8 +11,6 @@ STATE_DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("cuda", "cpu")
 # How recurrent states are kept for prefixes: not at all, or one at the end of each block.
 CACHE_MODES = ("none", "align")
-# Key and value caches that tree attention reads: the model's own dtype.
-TREE_KV_DTYPES = ("auto", "bfloat16", "float16")
 
 
 def refuse(vllm_config: Any, options: Options) -> None:
@@ -163,7 +161,7 @@ def _check_tree(facts: Facts) -> None:
         raise UnsupportedError(
             f"Drafts of a tree are chosen, not drawn; draft_sample_method is {facts.draft_sampling!r}. Use 'greedy'."
         )
-    if facts.kv_dtype not in TREE_KV_DTYPES:
+    if facts.kv_dtype not in ("auto", facts.dtype):
         raise UnsupportedError(
             f"Attention over trees reads keys and values in the model's dtype; kv_cache_dtype is {facts.kv_dtype!r}. Pass "
             f"--kv-cache-dtype auto, or leave {WIDTHS} out."
@@ -196,6 +194,11 @@ def _check_tree_sampling(facts: Facts) -> None:
         "tokens without their sampling masks": (
             facts.sampling_masks,
             "return_sampling_mask is on",
+            "Leave it out",
+        ),
+        "tokens without the experts that they went to": (
+            facts.routed_experts,
+            "enable_return_routed_experts is on",
             "Leave it out",
         ),
         "the same attention in target and drafter": (

@@ -38,6 +38,7 @@ def model_state_class(vllm: ModuleType) -> type:
             self._group_of_layer: torch.Tensor | None = None
             self._tables: list[torch.Tensor] = []
             self.boundaries: Boundaries | None = None
+            self._in_prompts = np.zeros((2, 0), np.intp)
             self._index_of: dict[str, int] = {}
             self._removed: tuple[str, int | None] = ("", None)
 
@@ -75,6 +76,7 @@ def model_state_class(vllm: ModuleType) -> type:
                 self._tables = [of_layer[layer.prefix] for layer in self.treewy_layers]
                 self._flush_undrafted(self.treewy, input_batch)
                 self._clear_unwritten(input_batch)
+                self._in_prompts = self._verify_in_prompts(input_batch)
                 self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
             super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
@@ -129,6 +131,9 @@ def model_state_class(vllm: ModuleType) -> type:
                 if path is not None and self.treewy.trees is not None:
                     self._compact(self.treewy, path)
             super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)
+            if self.treewy is not None:
+                # vLLM may copy such a page before the next step, for others to find the prompt's beginning.
+                self._flush(self.treewy, *self._in_prompts)
 
         def _compact(self, shared: Any, path: PathTables) -> None:
             """Move what the accepted rows wrote to where a chain's rows would have."""
@@ -181,14 +186,24 @@ def model_state_class(vllm: ModuleType) -> type:
             """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
             others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
             others = others[shared.step.keeps[batch.idx_mapping_np[others]]]
-            if not len(others):
+            self._flush(shared, others, batch.idx_mapping_np[others])
+
+        def _verify_in_prompts(self, batch: Any) -> np.ndarray:
+            """Return the places of requests that verify a token of their prompt, and the requests; where prefixes are cached."""
+            places = vllm.drafted_rows(batch) if self._align_mode else np.zeros(0, np.intp)
+            places = places[batch.is_prefilling_np[places]]
+            return np.stack([places, batch.idx_mapping_np[places]])
+
+        def _flush(self, shared: Any, places: np.ndarray, requests: np.ndarray) -> None:
+            """Bring the pages of requests up to date, which then keep nothing."""
+            if not len(places):
                 return
-            rows = torch.as_tensor(others, device=batch.idx_mapping.device)
-            requests = batch.idx_mapping[rows].long()
-            pages = self._pages(rows, requests)
-            flush(vllm, self.treewy_layers, pages, requests.to(torch.int32), self.num_accepted_tokens_gpu[requests])
-            self.num_accepted_tokens_gpu[requests] = 1
-            for request in batch.idx_mapping_np[others]:
+            device = self.num_accepted_tokens_gpu.device
+            rows, indices = (torch.as_tensor(x, device=device).long() for x in (places, requests))
+            pages = self._pages(rows, indices)
+            flush(vllm, self.treewy_layers, pages, indices.to(torch.int32), self.num_accepted_tokens_gpu[indices])
+            self.num_accepted_tokens_gpu[indices] = 1
+            for request in requests:
                 shared.forget(int(request))
 
     return ModelState

@@ -71,9 +71,15 @@ def _check_draft_room(scheduler: Any, options: Options) -> None:
     if needed > scheduler.max_num_batched_tokens:
         raise RequestError(
             f"A step must have room for the drafts of all levels but the last of every request, {scheduler.max_num_seqs} x "
-            f"{rows} rows; max_num_batched_tokens is {scheduler.max_num_batched_tokens}. Set it to {needed} at least, or "
-            f"max_num_seqs to {scheduler.max_num_batched_tokens // rows} at most."
+            f"{rows} rows; {_more_room(scheduler, rows)}"
         )
+
+
+def _more_room(scheduler: Any, rows: int) -> str:
+    """Return how many tokens a step may have, and what to set for `rows` of each request; fewer requests may not help."""
+    tokens, needed = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * rows
+    fewer = f", or max_num_seqs to {tokens // rows} at most" if tokens >= rows else ""
+    return f"max_num_batched_tokens is {tokens}. Set it to {needed} at least{fewer}."
 
 
 def _size_graphs(vllm_config: Any, step_rows: int, asked: bool) -> None:
@@ -82,8 +88,7 @@ def _size_graphs(vllm_config: Any, step_rows: int, asked: bool) -> None:
     if needed > scheduler.max_num_batched_tokens:
         raise RequestError(
             f"A step must have room for the whole tree of every request, {scheduler.max_num_seqs} x {step_rows} rows; "
-            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}. Set it to {needed} at least, or max_num_seqs to "
-            f"{scheduler.max_num_batched_tokens // step_rows} at most."
+            f"{_more_room(scheduler, step_rows)}"
         )
     if not asked:
         compilation.cudagraph_capture_sizes = capture_sizes(scheduler.max_num_seqs, step_rows)
