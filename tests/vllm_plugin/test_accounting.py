@@ -1,7 +1,9 @@
 """The arithmetic of the start-up log, against the figures of vLLM's own log and against tensors."""
 
+import re
 from math import prod
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +145,35 @@ def test_the_log() -> None:
         "41.25",
         "treewy: 1,274,020,864 bytes of rows beside the blocks: 30 layers of 256 x 4 kept rows and 1,024 of a step, 20,736 "
         "bytes each",
+        "treewy: the blocks hold 157 requests at most, and there are rows for 256: with --max-num-seqs 157 there would be 20 "
+        "blocks more",
     ]
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("requests", [8, 100, 154, 160, 256, 1024])
+def test_advice_is_what_it_says(requests: int, *, caches_prefixes: bool) -> None:
+    """Followed, it leaves as many blocks more, which hold all requests that there are rows for; nobody then hears more."""
+    options = Options("reconstruct")
+    bounds: dict[str, Any] = {"drafts": 3, "max_model_len": 4096, "prefix_caching": caches_prefixes}
+
+    def made(requests: int, available: int) -> tuple[Account, list[str]]:
+        kept = Rows(30, 20_736, requests, 4, 4 * requests)
+        counted = account(blocks_of(3), kept, options, available=available, **bounds)
+        return counted, log_lines(counted)[4:]
+
+    before, lines = made(requests, AVAILABLE)
+    if requests <= 154:
+        assert not lines  # 608 blocks, four of them a request, and the rows of two are less than a block
+        return
+    most, gained = map(int, re.findall(r"--max-num-seqs (\d+) .* (\d+) blocks more", lines[0])[0])
+    after, nothing = made(most, AVAILABLE + before.rows.num_bytes - Rows(30, 20_736, most, 4, 4 * most).num_bytes)
+    assert after.treewy.num_blocks - before.treewy.num_blocks in (
+        gained,
+        gained + 1,
+    )  # of what does not fill a block before
+    assert most - 1 <= after.treewy.num_blocks // 4 <= most
+    assert not nothing
 
 
 def test_the_log_says_which_tree() -> None:

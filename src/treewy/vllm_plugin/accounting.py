@@ -40,6 +40,11 @@ class Rows(NamedTuple):
         rows = self.num_requests * self.kept_rows + self.num_step_rows
         return self.num_layers * self.row_bytes * rows + COUNT_BYTES * self.num_requests
 
+    def of_fewer(self, num_requests: int) -> "Rows":
+        """Return the rows of an engine for fewer requests."""
+        step_rows = self.num_step_rows // self.num_requests
+        return self._replace(num_requests=num_requests, num_step_rows=num_requests * step_rows)
+
 
 class Share(NamedTuple):
     """What vLLM's blocks hold.
@@ -177,6 +182,25 @@ def log_lines(account: Account) -> list[str]:
         f"treewy: {rows.num_bytes:,} bytes of rows beside the blocks: {num_layers} layers of "
         f"{rows.num_requests:,} x {rows.kept_rows} kept rows and {rows.num_step_rows:,} of a step, {rows.row_bytes:,} bytes "
         "each",
+        *_advice(rows, ours),
+    ]
+
+
+def _advice(rows: Rows, ours: Share) -> list[str]:
+    """Return a line for an engine that keeps rows for more requests than its blocks can hold."""
+    # A request runs with a block of each group: prefixes are shared, a last block and a state are not.
+    blocks = ours.blocks._replace(states_per_request=1)
+
+    def num_blocks(num_requests: int) -> int:
+        freed = rows.num_bytes - rows.of_fewer(num_requests).num_bytes
+        return ours.num_blocks + freed // blocks.block_bytes
+
+    most = next((n for n in range(1, rows.num_requests) if blocks.requests(num_blocks(n), 1) <= n), None)
+    if most is None or num_blocks(most) == ours.num_blocks:
+        return []
+    return [
+        f"treewy: the blocks hold {most:,} requests at most, and there are rows for {rows.num_requests:,}: with --max-num-seqs "
+        f"{most} there would be {num_blocks(most) - ours.num_blocks:,} blocks more"
     ]
 
 
