@@ -10,6 +10,7 @@ from typing import Any
 
 import sweep_plots
 import sweep_report
+import vllm_model
 import vllm_pairs
 
 ROOT = Path(__file__).parent.parent
@@ -192,12 +193,13 @@ def _vllm_table(files: list[list[dict[str, Any]]]) -> str:
         return ""
     given, environment = engines[0][0]["options"], engines[0][0]["environment"]
     title = (
-        f"vLLM {environment['versions']['vllm']}, Qwen3.5-35B-A3B shape, dummy weights, MTP with synthetic acceptance, "
+        f"vLLM {environment['versions']['vllm']}, dummy weights, MTP with synthetic acceptance, "
         f"{given['state_dtype']} state, prompts of {given['prompt']} and {given['output']} tokens generated, "
         f"{environment['device']}. Medians and ranges over rounds of one process. Whole runs count prefill, decoding alone does "
         "not.\n\n"
     )
     columns = (
+        "model",
         "commit",
         "acceptance",
         "requests",
@@ -230,6 +232,7 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
         milliseconds = vllm_pairs.step_ms(run["requests"], run["rounds"])
         widths = first["options"].get("widths")
         cells = (
+            vllm_model.shape(first["options"]),
             run["commit"] if widths is None else f"{run['commit']}, tree {','.join(map(str, widths))}",
             first["options"]["acceptance"],
             run["requests"],
@@ -249,7 +252,8 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
     first = next(entry["line"] for entry in lines if "benchmark" in entry["line"])
     given, environment = first["options"], first["environment"]
     title = (
-        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {given['utilisation']} of the memory, "
+        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {vllm_model.shape(given)}, "
+        f"{given['utilisation']} of the memory, "
         f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
         f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians. A step"
         " is one of all requests, where none was preempted.\n\n"

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from vllm_model import shape
+
 # The engines that others are held against: vLLM's snapshots, and vLLM without drafts.
 SNAPSHOTS, PLAIN = "store_all", "none"
 # A point is memory-bound where vLLM's snapshots reach this share of the blocks, in percent, preempt a request, or keep requests
@@ -52,7 +54,7 @@ class Setting(NamedTuple):
 
     @property
     def slug(self) -> str:
-        return f"sweep-{self.mix}-{self.state_dtype}-{self.max_model_len}"
+        return f"sweep-{self.model.split()[0].lower()}-{self.mix}-{self.state_dtype}-{self.max_model_len}"
 
 
 class Where(NamedTuple):
@@ -107,9 +109,8 @@ def read(folder: Path) -> tuple[dict[Setting, Figures], dict[Setting, list[dict[
 
 def _setting(header: dict[str, Any]) -> Setting:
     given, environment = header["options"], header["environment"]
-    model = "a tiny model" if given["tiny"] else f"Qwen3.5-35B-A3B shape, {given['layers']} layers"
     names = given["mix"], given["state_dtype"], given["max_model_len"]
-    return Setting(model, *names, environment["device"], environment["versions"]["vllm"])
+    return Setting(shape(given), *names, environment["device"], environment["versions"]["vllm"])
 
 
 def _commit(row: dict[str, Any]) -> str:

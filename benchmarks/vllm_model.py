@@ -1,4 +1,4 @@
-"""The vLLM engine of the benchmarks: the shape of Qwen3.5-35B-A3B with dummy weights, and its options.
+"""The vLLM engine of the benchmarks: the shape of a Qwen3.5 model with dummy weights, and its options.
 
 Acceptance is vLLM's own synthetic one, so that speed means something although the weights do not.
 """
@@ -11,34 +11,13 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-# Sizes of Qwen3.5-35B-A3B; the vision tower is never built.
-VOCABULARY = 248_320
-TEXT = {
-    "model_type": "qwen3_5_moe_text",
+MODEL = "qwen3.5-35b-a3b"
+# What models of the family have alike, beside the sizes in the planner's catalogue; the vision tower is never built.
+ALIKE = {
     "dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
     "hidden_act": "silu",
-    "max_position_embeddings": 262_144,
     "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attn_output_gate": True,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts_per_tok": 8,
-    "num_experts": 256,
-    "full_attention_interval": 4,
-    "mamba_ssm_dtype": "float32",
-    "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
     "eos_token_id": 2,
     "rope_parameters": {
@@ -64,8 +43,12 @@ VISION = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [],
 }
+ARCHITECTURES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
 SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# A model of the same kind that a CPU can run: it tries the benchmark, and measures nothing.
+# Sizes that a CPU can run: they try the benchmark, and measure nothing.
 TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -75,11 +58,14 @@ TINY = {
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "rope_parameters": ALIKE["rope_parameters"] | {"mrope_section": [3, 3, 2]},
+}
+TINY_DENSE = {"intermediate_size": 256}
+TINY_EXPERTS = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "num_experts_per_tok": 2,
     "num_experts": 4,
-    "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [3, 3, 2]},
 }
 
 
@@ -92,18 +78,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="reconstruct",
         help="none: no drafting",
     )
+    add("--model", choices=model_names(), default=MODEL, help="whose sizes; the weights are dummies")
     add("--widths", type=_widths, help="draft a tree, as 3,3,3: children of each row, level by level")
     add("--drafts", type=int, default=3, help="tokens of the draft chain where there are no widths")
     add("--acceptance", type=float, default=3.24, help="tokens per step; 0: those that the drafts earn")
     add("--utilisation", type=float, default=0.6)
     add("--state-dtype", default="float32")
     add("--max-model-len", type=int, default=4096)
-    add("--layers", type=int, default=40)
+    add("--layers", type=int, help="fewer than the model has")
     add(
         "--tiny",
         action="store_true",
         help="a tiny model on a CPU, to try the benchmark itself with few and short requests",
     )
+
+
+def model_names() -> list[str]:
+    """Return the models of the catalogue that the benchmarks can build."""
+    from treewy.planner import catalogue
+
+    return [name for name in catalogue.model_names() if name.startswith("qwen3.5")]
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return the sizes of a model, as its config.json has them."""
+    from treewy.planner.catalogue import model_preset
+
+    return model_preset(name).config
+
+
+def shape(given: dict[str, Any]) -> str:
+    """Return what a record's options say of its model, in words; the first records name none."""
+    if given.get("tiny"):
+        return "a tiny model"
+    name = given.get("model", MODEL)
+    layers = given.get("layers") or preset(name)["num_hidden_layers"]
+    return f"{name.title()} shape, {layers} layers"
 
 
 def _widths(text: str) -> list[int]:
@@ -167,15 +177,18 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
 
 def model_config(given: argparse.Namespace) -> dict[str, Any]:
     """Return the checkpoint's config.json."""
-    text = TEXT | (TINY if given.tiny else {}) | {"num_hidden_layers": given.layers}
-    text["layer_types"] = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(given.layers)]
+    sizes = preset(given.model)
+    text = ALIKE | sizes | ({} if not given.tiny else TINY | (TINY_EXPERTS if "num_experts" in sizes else TINY_DENSE))
+    text["num_hidden_layers"] = num_layers = given.layers or text["num_hidden_layers"]
+    text["layer_types"] = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
+    kind = text["model_type"].removesuffix("_text")
     return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "model_type": "qwen3_5_moe",
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
         "torch_dtype": "bfloat16",
         "text_config": text,
-        "vision_config": VISION | {"out_hidden_size": text["hidden_size"]},
-        "tie_word_embeddings": False,
+        "vision_config": VISION | {"model_type": kind, "out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": text["tie_word_embeddings"],
         **{name: text["vocab_size"] - 264 + i for i, name in enumerate(SPECIAL)},
     }
 

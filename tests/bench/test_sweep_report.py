@@ -190,7 +190,7 @@ def test_pictures_stand_on_the_page(write, tmp_path):
     more = [point("store_all", 8, 1200, 80.0, utilisation=0.9)]
     folder = write("sweep-a.jsonl", [*SNAPSHOTS, *OURS, *more])
     (file,) = draw(canvas, folder, tmp_path)
-    assert file.name == "sweep-sharegpt-float32-4096-closed.svg"
+    assert file.name == "sweep-qwen3.5-35b-a3b-sharegpt-float32-4096-closed.svg"
     drawn = [(args, options["label"]) for name, args, options in canvas.asked if name == "plot"]
     assert (([8, 128], [950, 8000], "o-"), "reconstruct") in drawn
     assert (([8, 128], [100.0, 6000.0], "o-"), "store_all") in drawn

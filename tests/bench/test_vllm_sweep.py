@@ -12,7 +12,7 @@ import stand_in_vllm
 import vllm_engine
 import vllm_sweep
 from serving import Clock, Gain, Load
-from vllm_model import capacity, counters, drafting, make_engine, model_config, token_ids
+from vllm_model import capacity, counters, drafting, make_engine, model_config, shape, token_ids
 from workload import Lengths
 
 
@@ -50,6 +50,38 @@ def test_the_engine_of_a_chain(monkeypatch, tmp_path):
     assert config["text_config"]["layer_types"].count("full_attention") == 10
     assert config["text_config"]["hidden_size"] == config["vision_config"]["out_hidden_size"] == 2048
     assert config["image_token_id"] > token_ids(given)[1]
+
+
+def test_the_engine_of_a_dense_model(monkeypatch, tmp_path):
+    given = engine_options(monkeypatch, "--model", "qwen3.5-27b")
+    made(monkeypatch, tmp_path, given)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert config["model_type"] == config["vision_config"]["model_type"] == "qwen3_5"
+    text = config["text_config"]
+    assert (text["model_type"], text["hidden_size"], len(text["layer_types"])) == ("qwen3_5_text", 5120, 64)
+    assert "num_experts" not in text
+
+
+def test_tiny_models_are_of_their_kind(monkeypatch):
+    sizes = {
+        name: model_config(engine_options(monkeypatch, "--tiny", "--model", name, "--layers", "4"))["text_config"]
+        for name in ("qwen3.5-35b-a3b", "qwen3.5-9b")
+    }
+    assert [text.get("num_experts") for text in sizes.values()] == [4, None]
+    assert [text.get("intermediate_size") for text in sizes.values()] == [None, 256]
+    assert {(text["hidden_size"], text["num_hidden_layers"]) for text in sizes.values()} == {(128, 4)}
+
+
+def test_records_say_of_which_model_they_are():
+    """The first ones named none."""
+    assert (
+        shape({"layers": 40})
+        == shape({"model": "qwen3.5-35b-a3b", "layers": None})
+        == "Qwen3.5-35B-A3B shape, 40 layers"
+    )
+    assert shape({"model": "qwen3.5-27b", "layers": 8}) == "Qwen3.5-27B shape, 8 layers"
+    assert shape({"tiny": True, "layers": 4}) == "a tiny model"
 
 
 def test_the_engine_of_a_tree(monkeypatch, tmp_path):

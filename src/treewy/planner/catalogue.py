@@ -19,12 +19,13 @@ _SUFFIX = ".toml"
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model: its sizes, and where they come from."""
+    """A published model: its sizes, and where they come from; `config` has those of its config.json that memory depends on."""
 
     name: str
     hub_id: str
     source: str
     spec: ModelSpec
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def model_preset(name: str) -> Preset:
     spec = ModelSpec.from_config(content["config"], where=f"preset {name}")
     if "head_layers" in content:
         spec = replace(spec, num_head_layers=content["head_layers"])
-    return Preset(name, content["hub_id"], content["source"], spec)
+    return Preset(name, content["hub_id"], content["source"], spec, content["config"])
 
 
 @cache
