@@ -40,6 +40,7 @@ class Scene:
         unfinished: Those of them that have more to come.
         mode: What log-probabilities are of.
         wanted: How many of them.
+        named: How many tokens each request of the engine names, whose log-probabilities it wants.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Scene:
         unfinished: tuple[int, ...] = (),
         mode: str = "raw_logprobs",
         wanted: int = NONE,
+        named: dict[int, int] | None = None,
         seed: int = 0,
         **speculative: Any,
     ) -> None:
@@ -105,6 +107,10 @@ class Scene:
                 seeds=SimpleNamespace(gpu=torch.arange(8)),
             ),
         )
+        numbers = np.array([(named or {}).get(request, 0) for request in range(8)])
+        self.sampler.logprob_token_ids_state = SimpleNamespace(
+            max_num_token_ids=lambda requests: int(numbers[requests].max(initial=0))
+        )
         memory = Memory(sizes(4, step_rows=TREE.num_rows, max_path=4), "cpu")
         step, trees = Step(memory, "eager", TREE), Trees(TREE, 8, "cpu")
         drafted = [place for place in range(count) if place not in prompts]
@@ -154,8 +160,9 @@ class Scene:
             counts = torch.where(more, 0, num_sampled)
             return counts, torch.where(more, 0, cu_num_logits.diff() - counts)
 
-        def compute_topk_scores(logits, wanted, tokens, bounds, *, logits_mode):
-            return SimpleNamespace(logits=logits, wanted=wanted, tokens=tokens, bounds=bounds, logits_mode=logits_mode)
+        def compute_topk_scores(logits, wanted, tokens, bounds, **others):
+            assert wanted >= 0
+            return SimpleNamespace(logits=logits, wanted=wanted, tokens=tokens, bounds=bounds, **others)
 
         return compat(
             RejectionSampler=RejectionSampler,
@@ -313,6 +320,18 @@ def test_log_probabilities_are_those_of_the_path(mode: str) -> None:
     assert scores.bounds == [width * place for place in range(5)]
     assert scores.wanted == 2
     assert scores.logits_mode == mode.endswith("logits")
+
+
+@pytest.mark.parametrize("wanted", [NONE, 0, 2])
+def test_tokens_that_a_request_names_have_log_probabilities(wanted: int) -> None:
+    """vLLM looks them up by the request of each row; here these are as many as a path may have."""
+    named = {0: 3, 4: 9}  # nobody in the batch is the fourth
+    scene = Scene([6, 6, 4, 6], (2,), wanted=wanted, named=named, seed=7)
+    scores, width = scene.run().logprobs_tensors, TREE.max_depth + 1
+    assert (scores.wanted, scores.max_per_req_token_ids) == (max(wanted, 0), 3)
+    assert scores.logprob_token_ids_state is scene.sampler.logprob_token_ids_state
+    assert scores.expanded_idx_mapping.tolist() == np.repeat(scene.requests, width).tolist()
+    assert len(scores.logits) == len(scores.expanded_idx_mapping) == len(scores.tokens)
 
 
 @pytest.mark.parametrize("running", ["padded", "others", "none"])

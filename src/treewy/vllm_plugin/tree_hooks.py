@@ -164,7 +164,8 @@ SAMPLING = (
         f"{WORKER}.sample.logprob",
         {
             "compute_topk_scores": "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state "
-            "expanded_idx_mapping max_per_req_token_ids logits_mode"
+            "expanded_idx_mapping max_per_req_token_ids logits_mode",
+            "LogprobTokenIdsState.max_num_token_ids": "self idx_mapping_np",
         },
     ),
     Names(f"{WORKER}.metrics.logits", {"get_num_nans": "logits"}),

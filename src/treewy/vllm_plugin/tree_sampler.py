@@ -23,6 +23,18 @@ from treewy.vllm_plugin.trees import Trees
 MAX_CHUNK_BYTES = 2**30
 
 
+class Wanted(NamedTuple):
+    """Log-probabilities beside those of what was sampled, the most that any request of a batch asks for.
+
+    Attributes:
+        likeliest: Of the likeliest tokens.
+        named: Of tokens that the request names.
+    """
+
+    likeliest: int
+    named: int
+
+
 class Walked(NamedTuple):
     """What a batch accepted.
 
@@ -75,15 +87,17 @@ def sampler_class(vllm: ModuleType) -> type:
             nans = vllm.get_num_nans(logits) if self.sampler.compute_nans else None
             positions = input_batch.positions[input_batch.logits_indices]
             drafts = self._drafts(input_batch)
-            wanted = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-            keeps = wanted != vllm.NO_LOGPROBS
+            wanted = self._wanted(input_batch)
+            keeps = wanted is not None
             processed = self.sampler.logprobs_mode in vllm.PROCESSED_LOGPROBS_MODES
             choices, kept = self._choose(logits, input_batch, drafts, positions, keeps and processed)
             tables = self._tables(input_batch)
             if self.synthetic is not None:
                 choices = self.synthetic.override(tables, drafts, choices)
             walked = walk(tables, drafts, choices, self.trees.max_path, _backend(logits))
-            scores = self._scores(kept if processed else logits, tables, walked, wanted) if keeps else None
+            scores = None
+            if wanted is not None:
+                scores = self._scores(kept if processed else logits, input_batch, tables, walked, wanted)
             counts, rejected = vllm.get_num_sampled_and_rejected(
                 walked.counts,
                 input_batch.seq_lens,
@@ -150,7 +164,15 @@ def sampler_class(vllm: ModuleType) -> type:
                 backend=_backend(batch.cu_num_logits),
             )
 
-        def _scores(self, logits: Tensor | None, tables: TreeTables, walked: Walked, wanted: int) -> Any:
+        def _wanted(self, batch: Any) -> Wanted | None:
+            """Return the log-probabilities that requests of the batch ask for, None if no request does."""
+            likeliest = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+            named = self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np)
+            if likeliest == vllm.NO_LOGPROBS and named == 0:
+                return None
+            return Wanted(0 if likeliest == vllm.NO_LOGPROBS else likeliest, named)
+
+        def _scores(self, logits: Tensor | None, batch: Any, tables: TreeTables, walked: Walked, wanted: Wanted) -> Any:
             """Return log-probabilities of what was sampled: those of the rows along each path."""
             assert logits is not None
             rows = (tables.cu_rows[:-1, None] + walked.path).long()
@@ -159,9 +181,12 @@ def sampler_class(vllm: ModuleType) -> type:
             modes = ("raw_logits", "processed_logits")
             return vllm.compute_topk_scores(
                 logits[rows.flatten()],
-                wanted,
+                wanted.likeliest,
                 walked.tokens.clamp(min=0).long().flatten(),
                 bounds,
+                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+                expanded_idx_mapping=batch.idx_mapping.repeat_interleave(width),
+                max_per_req_token_ids=wanted.named,
                 logits_mode=self.sampler.logprobs_mode in modes,
             )
 
