@@ -36,3 +36,15 @@ def test_the_step_of_the_design_page() -> None:
         steps += 1
     assert tokens[:30] == script[2:32]
     assert steps < 25
+
+
+def test_every_decision_is_in_the_index() -> None:
+    decisions = {file.name for file in (DESIGN.parent / "docs" / "decisions").glob("[0-9]*.md")}
+    assert decisions == set(re.findall(r"\(docs/decisions/(.*?\.md)\)", DESIGN.read_text()))
+
+
+def test_every_file_of_the_plugin_is_on_the_map() -> None:
+    """The others are few and old; this room grows."""
+    text = DESIGN.read_text()
+    files = {file.name for file in (DESIGN.parent / "src" / "treewy" / "vllm_plugin").glob("*.py")}
+    assert {name for name in files - {"__init__.py"} if not re.search(rf"\b{re.escape(name)}", text)} == set()
