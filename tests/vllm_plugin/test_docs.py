@@ -184,6 +184,14 @@ def test_speed_is_that_of_the_result_files() -> None:
     assert f"{float(rows[2][3]):.2f} times its decode tokens/s, and {float(rows[6][3]):.2f} times" in README
 
 
+def test_the_sweep_in_one_sentence() -> None:
+    page = (ROOT / "docs" / "sweep.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    of = {row[0]: row[2] for row in rows if row[0].endswith(": reconstruct")}
+    bound, ample = (of[f"{regime}: reconstruct"] for regime in ("memory-bound", "ample"))
+    assert f"{bound} times the tokens/s of snapshots where these ran out of blocks, and {ample} times elsewhere" in PAGE
+
+
 def step_ms(count: int, each: list[dict[str, Any]]) -> float:
     """Return how long a step of all requests takes, from their tokens a step."""
     gained = [
