@@ -36,11 +36,13 @@ def _picture(pyplot: Any, figures: Figures, file: Path) -> None:
             style = {"color": f"C{number}", "label": commit}
             speed.plot([level for level, _ in at], [figure.tokens_per_s for _, figure in at], "o-", **style)
             first.plot([level for level, _ in at], [figure.ttft[1] for _, figure in at], "o-", **style)
+            least = [(level, figure.ttft[1]) for level, figure in at if figure.ttft_at_least]
+            first.plot(*zip(*least, strict=True) if least else ([], []), "^", **style | {"label": None}, markersize=12)
             if closed and share == PAPER_SHARE and commit in PAPER_TTFT:
                 style["label"] = f"{commit}, the paper's"
                 first.plot([PAPER_REQUESTS], [PAPER_TTFT[commit]], "*", markersize=12, **style)
         speed.set(title=f"{share:g} of the memory", ylabel="tokens/s", xscale="log", ylim=(0, None))
-        first.set(ylabel="p99 TTFT, ms", xscale="log", yscale="log")
+        first.set(ylabel="p99 TTFT, ms; triangles: at least", xscale="log", yscale="log")
         first.set(xlabel="requests at once" if closed else "requests a second")
         first.set_xticks(levels, [f"{level:g}" for level in levels])
         first.minorticks_off()

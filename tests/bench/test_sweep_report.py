@@ -187,7 +187,7 @@ class Canvas:
 
 def test_pictures_stand_on_the_page(write, tmp_path):
     canvas = Canvas()
-    more = [point("store_all", 8, 1200, 80.0, utilisation=0.9)]
+    more = [point("store_all", 8, 1200, 80.0, utilisation=0.9, oldest_waiting_ms=500.0)]
     folder = write("sweep-a.jsonl", [*SNAPSHOTS, *OURS, *more])
     (file,) = draw(canvas, folder, tmp_path)
     assert file.name == "sweep-qwen3.5-35b-a3b-sharegpt-float32-4096-closed.svg"
@@ -195,8 +195,13 @@ def test_pictures_stand_on_the_page(write, tmp_path):
     assert (([8, 128], [950, 8000], "o-"), "reconstruct") in drawn
     assert (([8, 128], [100.0, 6000.0], "o-"), "store_all") in drawn
     assert (([8], [1200], "o-"), "store_all") in drawn
+    # Somebody has waited so long already.
+    assert [args for args, label in drawn if args[0] and label is None] == [((8,), (500.0,), "^")]
     # The paper's pair, where it was measured, and nowhere else.
-    assert [args for args, label in drawn if "paper" in label] == [([128], [683.0], "*"), ([128], [27489.0], "*")]
+    assert [args for args, label in drawn if label and "paper" in label] == [
+        ([128], [683.0], "*"),
+        ([128], [27489.0], "*"),
+    ]
     assert f"]({file.name})" in section(folder, tmp_path)
     assert "](" not in section(folder, folder)
 
