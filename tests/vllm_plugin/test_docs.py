@@ -181,6 +181,7 @@ def test_speed_is_that_of_the_result_files() -> None:
         over = [f"{decode / of[base][0]:.2f}" if base in of else "" for base in ("store_all", "none")]
         last = f"{whole / of['store_all'][1]:.2f}" if "store_all" in of else ""
         assert row[2:] == [spread(measured[0]), *over, spread(measured[1]), last]
+    assert f"{rows[6][3]} to {rows[4][3]}\n  times the speed" in PAGE
     assert f"{float(rows[2][3]):.2f} times its decode tokens/s, and {float(rows[6][3]):.2f} times" in README
 
 
