@@ -229,7 +229,6 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
             for each in [[one[name] for one in run["rounds"]]]
         ]
         preemptions = sum(one["counters"].get("num_preemptions", 0) for one in run["rounds"])
-        milliseconds = vllm_pairs.step_ms(run["requests"], run["rounds"])
         widths = first["options"].get("widths")
         cells = (
             vllm_model.shape(first["options"]),
@@ -240,7 +239,7 @@ def _vllm_lines(lines: list[dict[str, Any]]) -> str:
             f"{start['num_blocks']} x {start['block_size']:,}",
             *speeds,
             f"{preemptions:.0f}",
-            "" if milliseconds is None else f"{milliseconds:.1f}",
+            vllm_pairs.step_ms(run["requests"], run["rounds"]),
             _command(first["environment"]),
         )
         rows += f"| {' | '.join(map(str, cells))} |\n"
@@ -259,7 +258,9 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
         " is one of all requests, where none was preempted.\n\n"
     )
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in vllm_pairs.table(lines))
-    return f"{title}{_head(vllm_pairs.COLUMNS)}{rows}\n"
+    headers = [entry["line"]["environment"] for entry in lines if "benchmark" in entry["line"]]
+    commands = ", ".join(dict.fromkeys(map(_command, headers)))
+    return f"{title}{_head(vllm_pairs.COLUMNS)}{rows}\nThe processes were {commands}.\n\n"
 
 
 def _line(row: dict[str, Any]) -> str:

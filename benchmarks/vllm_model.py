@@ -11,6 +11,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from treewy.planner import catalogue
+
 MODEL = "qwen3.5-35b-a3b"
 # What models of the family have alike, beside the sizes in the planner's catalogue; the vision tower is never built.
 ALIKE = {
@@ -95,16 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def model_names() -> list[str]:
     """Return the models of the catalogue that the benchmarks can build."""
-    from treewy.planner import catalogue
-
     return [name for name in catalogue.model_names() if name.startswith("qwen3.5")]
-
-
-def preset(name: str) -> dict[str, Any]:
-    """Return the sizes of a model, as its config.json has them."""
-    from treewy.planner.catalogue import model_preset
-
-    return model_preset(name).config
 
 
 def shape(given: dict[str, Any]) -> str:
@@ -112,7 +105,7 @@ def shape(given: dict[str, Any]) -> str:
     if given.get("tiny"):
         return "a tiny model"
     name = given.get("model", MODEL)
-    layers = given.get("layers") or preset(name)["num_hidden_layers"]
+    layers = given.get("layers") or catalogue.model_preset(name).config["num_hidden_layers"]
     return f"{name.title()} shape, {layers} layers"
 
 
@@ -177,7 +170,7 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
 
 def model_config(given: argparse.Namespace) -> dict[str, Any]:
     """Return the checkpoint's config.json."""
-    sizes = preset(given.model)
+    sizes = catalogue.model_preset(given.model).config
     text = ALIKE | sizes | ({} if not given.tiny else TINY | (TINY_EXPERTS if "num_experts" in sizes else TINY_DENSE))
     text["num_hidden_layers"] = num_layers = given.layers or text["num_hidden_layers"]
     text["layer_types"] = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]

@@ -110,12 +110,11 @@ def _speeds(rounds: dict[tuple[int, str], list[dict[str, Any]]], key: tuple[int,
 
 def _of_steps(count: int, rounds: list[dict[str, Any]]) -> list[str]:
     preemptions = median(one["counters"].get("num_preemptions", 0) for one in rounds)
-    milliseconds = step_ms(count, rounds)
-    return [f"{preemptions:.0f}", "" if milliseconds is None else f"{milliseconds:.1f}"]
+    return [f"{preemptions:.0f}", step_ms(count, rounds)]
 
 
-def step_ms(count: int, rounds: list[dict[str, Any]]) -> float | None:
-    """Return the median of how long a decoding step of all requests takes; None if not all of them ran at once.
+def step_ms(count: int, rounds: list[dict[str, Any]]) -> str:
+    """Return the median of how long a decoding step of all requests takes; nothing if not all of them ran at once.
 
     They did not where one was preempted. Else a step brings each its tokens, accepted drafts and one more.
     """
@@ -123,11 +122,11 @@ def step_ms(count: int, rounds: list[dict[str, Any]]) -> float | None:
     for one in rounds:
         counters = one["counters"]
         if counters.get("num_preemptions", 0):
-            return None
+            return ""
         drafts = counters.get("spec_decode_num_drafts", 0)
         tokens = 1 + counters["spec_decode_num_accepted_tokens"] / drafts if drafts else 1
         each.append(1e3 * count * tokens / one["decode_tokens_per_s"])
-    return median(each)
+    return f"{median(each):.1f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What every test runs under: annotations enforced, one Hypothesis profile, one thread, and no silent skips."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ pytest.register_assert_rewrite("ops.problems", "ops.checks")
 
 # Before the first import of treewy: from here on every annotation in it is a check, shapes and types.
 install_import_hook("treewy", f"{typecheck.__name__}.checked")
+
+# Modules of benchmarks/ find each other there.
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 # The tests' tensors are tiny: a second thread gains nothing, and on a busy machine its barriers cost tenfold.
 torch.set_num_threads(1)

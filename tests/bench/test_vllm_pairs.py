@@ -80,7 +80,12 @@ def test_the_table_of_the_readme(monkeypatch, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     given = {"utilisation": 0.6, "prompt": 1024, "output": 168}
-    environment = {"versions": {"vllm": "0.26.0"}, "device": "a GPU", "sha": "0123456789"}
+    environment = {
+        "versions": {"vllm": "0.26.0"},
+        "device": "a GPU",
+        "sha": "0123456789",
+        "argv": ["vllm_engine.py", "--x"],
+    }
     lines = [{"benchmark": "vllm", "environment": environment, "options": given}]
     for commit, speed in (("store_all", 1000.0), ("reconstruct", 2000.0)):
         rounds = [{"decode_tokens_per_s": speed, "tokens_per_s": speed, "counters": {}}]
@@ -89,5 +94,19 @@ def test_the_table_of_the_readme(monkeypatch, tmp_path):
     entries = [{"turn": 0, "engine": engine, "line": line} for engine, line in zip(engines, lines, strict=True)]
     (results / "pairs-h200.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     table = report.tables()
+    assert "The processes were `python benchmarks/vllm_engine.py --x` at 01234567.\n" in table
     assert "0.6 of the memory, prompts of 1024 and 168 tokens generated, a GPU, at 01234567" in table
     assert "| reconstruct | 256 | 1 | 2,000 (2,000-2,000) | 2.00 |  | 2,000 (2,000-2,000) | 2.00 |  | 0 |" in table
+
+
+@pytest.mark.parametrize(
+    ("count", "counters", "shown"),
+    [
+        (8, {"spec_decode_num_drafts": 100, "spec_decode_num_accepted_tokens": 150}, "40.0"),  # 8 x 2.5 tokens
+        (8, {"spec_decode_num_drafts": 100, "spec_decode_num_accepted_tokens": 150, "num_preemptions": 1}, ""),
+        (1, {}, "2.0"),  # without drafts a step brings one
+    ],
+)
+def test_a_step_takes_what_its_tokens_take(count, counters, shown):
+    rounds = [{"decode_tokens_per_s": speed, "counters": counters} for speed in (250, 500, 1000)]
+    assert vllm_pairs.step_ms(count, rounds) == shown

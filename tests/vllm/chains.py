@@ -10,6 +10,9 @@ from tolerances import VLLM_LOGPROB, VLLM_LOGPROB_MEAN, VLLM_LOGPROB_OF_ALL, VLL
 POLICIES = ("reconstruct", "ring")
 DRAFTS = 3
 LOGPROBS = 3
+# Tokens of a block where prefixes are cached, and the rounds of a conversation.
+BLOCK = 256
+TALK, ASKED, AGAIN, RESET = range(4)
 
 
 def drafting(folder: str, commit: str, *, accepted: list[float] | None = None, **options: Any) -> Run:
@@ -28,6 +31,31 @@ def prompt(seed: int, length: int) -> list[int]:
 def greedy(ids: list[int], num_tokens: int, **options: Any) -> Request:
     """Return a greedy request whose log-probabilities can be compared."""
     return Request(prompt=ids, sampling={"max_tokens": num_tokens, "logprobs": LOGPROBS}, **options)
+
+
+def conversation(prompt_lens: Sequence[int], num_tokens: int, num_answered: int) -> dict[str, Any]:
+    """Return what an engine with cached prefixes is to serve: what was said is asked about twice, and again when it is forgotten.
+
+    Args:
+        prompt_lens: Of the requests that begin.
+        num_tokens: That each of them says.
+        num_answered: That each question about it says.
+    """
+    first = [greedy(prompt(length, length), num_tokens) for length in prompt_lens]
+    sampling = greedy([], num_answered).sampling
+    follow_up = [Request(prompt=[], sampling=sampling, continues=(TALK, place)) for place in range(len(first))]
+    return {
+        "rounds": [first, follow_up, follow_up, follow_up],
+        "resets": [RESET],
+        "arguments": {
+            "enable_prefix_caching": True,
+            "max_model_len": 1024,
+            # Prompts come in pieces that end at the boundaries.
+            "max_num_batched_tokens": 2 * BLOCK,
+            # Else vLLM keeps states at the end of prompts only.
+            "prefix_cache_retention_interval": None,
+        },
+    }
 
 
 class Likeness(NamedTuple):

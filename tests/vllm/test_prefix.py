@@ -5,13 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from chains import POLICIES, assert_alike, drafting, greedy, prompt
+from chains import AGAIN, ASKED, BLOCK, POLICIES, RESET, TALK, assert_alike, conversation, drafting
 
-from engine import Report, Request, Run
+from engine import Report, Run
 from tolerances import KERNEL_EXACT, VLLM_STATE
-
-BLOCK = 256
-TALK, ASKED, AGAIN, RESET = range(4)
 
 
 class Talk(NamedTuple):
@@ -37,24 +34,9 @@ TALKS = {
 def talk(folder: str, commit: str) -> Run:
     """A conversation: what was said is asked about twice, and again when it is forgotten."""
     spoken = TALKS[commit]
-    first = [greedy(prompt(length, length), 1 + spoken.gain * spoken.num_steps) for length in spoken.prompt_lens]
-    follow_up = [Request(prompt=[], sampling=greedy([], 16).sampling, continues=(TALK, place)) for place in range(2)]
-    return drafting(
-        folder,
-        commit,
-        accepted=spoken.accepted,
-        rounds=[first, follow_up, follow_up, follow_up],
-        resets=[RESET],
-        arguments={
-            "enable_prefix_caching": True,
-            "max_model_len": 1024,
-            # Prompts come in pieces that end at the boundaries.
-            "max_num_batched_tokens": 2 * BLOCK,
-            # Else vLLM keeps states at the end of prompts only.
-            "prefix_cache_retention_interval": None,
-        },
-        probe="probes:boundaries",
-    )
+    num_tokens = 1 + spoken.gain * spoken.num_steps
+    said = conversation(spoken.prompt_lens, num_tokens, 16)
+    return drafting(folder, commit, accepted=spoken.accepted, probe="probes:boundaries", **said)
 
 
 @pytest.mark.parametrize("commit", POLICIES)

@@ -12,7 +12,19 @@ from itertools import accumulate
 
 import pytest
 import test_chains
-from chains import LOGPROBS, assert_alike, assert_close, compare, greedy, prompt
+from chains import (
+    AGAIN,
+    ASKED,
+    BLOCK,
+    LOGPROBS,
+    RESET,
+    TALK,
+    assert_alike,
+    assert_close,
+    compare,
+    conversation,
+    prompt,
+)
 from test_chains import JOINING, LONG_REQUESTS, TEXT_REQUESTS
 from trees import BUDGET, LENGTH, NUM_DRAFTS, WIDTHS, accepted_nodes, crowd, drawn, ending, growing, particular
 
@@ -197,8 +209,7 @@ def test_a_tree_without_branches_accepts_what_a_chain_does(model: Model, execute
 
 
 # A conversation in which each step gains a whole path, of any siblings.
-BLOCK, DEEP = 256, (2, 1, 2, 1, 1)
-TALK, ASKED, AGAIN, RESET = range(4)
+DEEP = (2, 1, 2, 1, 1)
 # The second block ends with a path, or behind its first row.
 PROMPT_LENS, STEPS = (500, 505), 46
 
@@ -206,23 +217,14 @@ PROMPT_LENS, STEPS = (500, 505), 46
 def talk(folder: str) -> Run:
     """What was said is asked about twice, and again when it is forgotten; steps are scheduled ahead, as on GPUs."""
     gain = 1 + len(DEEP)
-    first = [greedy(prompt(length, length), 1 + gain * STEPS) for length in PROMPT_LENS]
-    follow_up = [Request(prompt=[], sampling=greedy([], 14).sampling, continues=(TALK, place)) for place in range(2)]
     return growing(
         folder,
         "ring",
         DEEP,
         accepted=[1.0] * len(DEEP),
-        rounds=[first, follow_up, follow_up, follow_up],
-        resets=[RESET],
-        arguments={
-            "enable_prefix_caching": True,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 2 * BLOCK,
-            "prefix_cache_retention_interval": None,
-        },
         probe="probes:tree_boundaries",
         prepare=["scheduling:run_ahead"],
+        **conversation(PROMPT_LENS, 1 + gain * STEPS, 14),
     )
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, get_args
 
 import pytest
+import vllm_pairs
 
 from treewy.errors import RequestError, UnsupportedError
 from treewy.planner.catalogue import find_gpu, model_preset
@@ -193,15 +194,6 @@ def test_the_sweep_in_one_sentence() -> None:
     assert f"{bound} times the tokens/s of snapshots where these ran out of blocks, and {ample} times elsewhere" in PAGE
 
 
-def step_ms(count: int, each: list[dict[str, Any]]) -> float:
-    """Return how long a step of all requests takes, from their tokens a step."""
-    gained = [
-        1 + one["counters"]["spec_decode_num_accepted_tokens"] / one["counters"]["spec_decode_num_drafts"]
-        for one in each
-    ]
-    return median(1e3 * count * x / one["decode_tokens_per_s"] for x, one in zip(gained, each, strict=True))
-
-
 def test_speed_of_trees_is_that_of_the_result_files() -> None:
     rows = [[cell.strip("*") for cell in row] for row in table("Trees, at 0.9 of the memory")]
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -220,7 +212,7 @@ def test_speed_of_trees_is_that_of_the_result_files() -> None:
         base = median(one["decode_tokens_per_s"] for one in runs["chain of 3", int(row[1])])
         speed = [one["decode_tokens_per_s"] for one in each]
         over = "" if row[0] == "chain of 3" else f"{median(speed) / base:.2f}"
-        assert row[3:] == [f"{step_ms(int(row[1]), each):.1f}", spread(speed), over]
+        assert row[3:] == [vllm_pairs.step_ms(int(row[1]), each), spread(speed), over]
 
 
 def test_messages_in_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,10 @@ def model_state_class(vllm: ModuleType) -> type:
                     name: table for group, table in zip(groups, block_tables, strict=True) for name in group.layer_names
                 }
                 self._tables = [of_layer[layer.prefix] for layer in self.treewy_layers]
-                self._flush_undrafted(self.treewy, input_batch)
+                verifying = vllm.drafted_rows(input_batch)
+                self._flush_undrafted(self.treewy, input_batch, verifying)
                 self._clear_unwritten(input_batch)
-                self._in_prompts = self._verify_in_prompts(input_batch)
+                self._in_prompts = self._verify_in_prompts(input_batch, verifying)
                 self._runs_requests = True  # not called for dummy batches, whose indices are nobody's
             super().preprocess_state(input_batch, block_tables, kv_cache_config, *args, **kwargs)
 
@@ -182,16 +183,15 @@ def model_state_class(vllm: ModuleType) -> type:
                 rows = torch.as_tensor(unwritten, device=batch.idx_mapping.device)
                 clear(vllm, self.treewy_layers, [table[rows, 0] for table in self._tables])
 
-        def _flush_undrafted(self, shared: Any, batch: Any) -> None:
+        def _flush_undrafted(self, shared: Any, batch: Any, verifying: np.ndarray) -> None:
             """Bring the pages of requests up to date that kept rows and now take vLLM's own path, which knows of none."""
-            others = np.setdiff1d(np.arange(batch.num_reqs), vllm.drafted_rows(batch))
+            others = np.setdiff1d(np.arange(batch.num_reqs), verifying)
             others = others[shared.step.keeps[batch.idx_mapping_np[others]]]
             self._flush(shared, others, batch.idx_mapping_np[others])
 
-        def _verify_in_prompts(self, batch: Any) -> np.ndarray:
+        def _verify_in_prompts(self, batch: Any, verifying: np.ndarray) -> np.ndarray:
             """Return the places of requests that verify a token of their prompt, and the requests; where prefixes are cached."""
-            places = vllm.drafted_rows(batch) if self._align_mode else np.zeros(0, np.intp)
-            places = places[batch.is_prefilling_np[places]]
+            places = verifying[batch.is_prefilling_np[verifying] & self._align_mode]
             return np.stack([places, batch.idx_mapping_np[places]])
 
         def _flush(self, shared: Any, places: np.ndarray, requests: np.ndarray) -> None:

@@ -88,9 +88,8 @@ def sampler_class(vllm: ModuleType) -> type:
             positions = input_batch.positions[input_batch.logits_indices]
             drafts = self._drafts(input_batch)
             wanted = self._wanted(input_batch)
-            keeps = wanted is not None
             processed = self.sampler.logprobs_mode in vllm.PROCESSED_LOGPROBS_MODES
-            choices, kept = self._choose(logits, input_batch, drafts, positions, keeps and processed)
+            choices, kept = self._choose(logits, input_batch, drafts, positions, wanted is not None and processed)
             tables = self._tables(input_batch)
             if self.synthetic is not None:
                 choices = self.synthetic.override(tables, drafts, choices)
