@@ -89,6 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=4096)
     add("--layers", type=int, help="fewer than the model has")
     add(
+        "--runner",
+        type=int,
+        choices=(1, 2),
+        help="vLLM's model runner; the second if neither this nor VLLM_USE_V2_MODEL_RUNNER says anything",
+    )
+    add(
         "--tiny",
         action="store_true",
         help="a tiny model on a CPU, to try the benchmark itself with few and short requests",
@@ -138,6 +144,8 @@ def header(benchmark: str, given: argparse.Namespace, seed: int = 0) -> dict[str
 def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
     """Return the engine, for up to `largest` requests at once; its folder is read while it is made."""
     # Before the first import of vLLM, which reads them.
+    if given.runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(given.runner - 1)
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM

@@ -63,6 +63,15 @@ def test_the_engine_of_a_dense_model(monkeypatch, tmp_path):
     assert "num_experts" not in text
 
 
+@pytest.mark.parametrize(("said", "variable", "want"), [("1", "1", "0"), ("2", "0", "1"), (None, "0", "0")])
+def test_the_runner_is_what_the_option_says_or_else_the_variable(monkeypatch, tmp_path, said, variable, want):
+    given = engine_options(monkeypatch, *(["--runner", said] if said else []))
+    stand_in_vllm.install(monkeypatch)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    make_engine(given, str(tmp_path), 256)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == want
+
+
 def test_tiny_models_are_of_their_kind(monkeypatch):
     sizes = {
         name: model_config(engine_options(monkeypatch, "--tiny", "--model", name, "--layers", "4"))["text_config"]

@@ -33,13 +33,14 @@ def greedy(ids: list[int], num_tokens: int, **options: Any) -> Request:
     return Request(prompt=ids, sampling={"max_tokens": num_tokens, "logprobs": LOGPROBS}, **options)
 
 
-def conversation(prompt_lens: Sequence[int], num_tokens: int, num_answered: int) -> dict[str, Any]:
+def conversation(prompt_lens: Sequence[int], num_tokens: int, num_answered: int, block: int = BLOCK) -> dict[str, Any]:
     """Return what an engine with cached prefixes is to serve: what was said is asked about twice, and again when it is forgotten.
 
     Args:
         prompt_lens: Of the requests that begin.
         num_tokens: That each of them says.
         num_answered: That each question about it says.
+        block: Tokens of a block; all that is said, and the questions, take at most four.
     """
     first = [greedy(prompt(length, length), num_tokens) for length in prompt_lens]
     sampling = greedy([], num_answered).sampling
@@ -49,9 +50,9 @@ def conversation(prompt_lens: Sequence[int], num_tokens: int, num_answered: int)
         "resets": [RESET],
         "arguments": {
             "enable_prefix_caching": True,
-            "max_model_len": 1024,
+            "max_model_len": 4 * block,
             # Prompts come in pieces that end at the boundaries.
-            "max_num_batched_tokens": 2 * BLOCK,
+            "max_num_batched_tokens": 2 * block,
             # Else vLLM keeps states at the end of prompts only.
             "prefix_cache_retention_interval": None,
         },
@@ -89,6 +90,11 @@ def compare(expected: Output, got: Output) -> Likeness:
     return Likeness(agreed, best - second, max(both, default=0.0))
 
 
+def first_token(output: Output) -> Output:
+    """Return an output as if it had ended with its first token."""
+    return output._replace(tokens=output.tokens[:1], logprobs=output.logprobs[:1])
+
+
 def assert_alike(expected: Sequence[Output], got: Sequence[Output]) -> None:
     """Check that outputs are equal, but for near-ties, and that at least half of the requests are equal to the end."""
     likenesses = [compare(*pair) for pair in zip(expected, got, strict=True)]
@@ -103,12 +109,17 @@ def assert_close(expected: Sequence[dict[int, float]], got: Sequence[dict[int, f
 
     Single ones are off by much without a fault, where experts are nearly tied; a fault of many rows moves the average.
     """
-    off = sorted(
-        abs(here[token] - there[token])
-        for here, there in zip(expected, got, strict=True)
-        for token in here.keys() & there.keys()
-    )
+    off = differences(expected, got)
     assert len(off) > 2 * len(got)
     assert sum(off) / len(off) <= VLLM_LOGPROB_MEAN
     assert off[len(off) * 99 // 100] <= VLLM_LOGPROB_OF_MOST
     assert off[-1] <= VLLM_LOGPROB_OF_ALL
+
+
+def differences(expected: Sequence[dict[int, float]], got: Sequence[dict[int, float]]) -> list[float]:
+    """Return how far log-probabilities of the same tokens at the same places are apart, the smallest first."""
+    return sorted(
+        abs(here[token] - there[token])
+        for here, there in zip(expected, got, strict=True)
+        for token in here.keys() & there.keys()
+    )

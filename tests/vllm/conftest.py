@@ -15,8 +15,14 @@ from typing import Any
 
 import models
 import pytest
+import torch
 
 import engine
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

@@ -14,15 +14,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 HERE = Path(__file__).parent
 INTERPRETER = Path(sys.prefix) / "triton_interp"
 
 # What every engine of these tests runs under.
-ENVIRONMENT = {
+EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process: fast, and a probe sees the worker
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+}
+ENVIRONMENT = EVERYWHERE | {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "TORCH_COMPILE_DISABLE": "1",  # compiling a few of vLLM's small functions takes longer than all else
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines at a time would share the first core
@@ -68,6 +72,7 @@ class Run:
         probe: "module:function", called with the worker when the engine stands. It returns a function of no arguments;
             that is called after every round, and what it returns is the round's `probed`, by way of JSON.
         environment: Variables over `ENVIRONMENT`; None takes one away.
+        gpus: How many it runs on; 0 for vLLM's CPU build. Processes of pytest-xdist that want one take turns.
     """
 
     model: str
@@ -80,6 +85,7 @@ class Run:
     prepare: list[str] = field(default_factory=list)
     probe: str | None = None
     environment: dict[str, str | None] = field(default_factory=dict)
+    gpus: int = 0
 
 
 class Output(NamedTuple):
@@ -176,15 +182,23 @@ def mtp(drafts: int, *, accepted: list[float] | None = None, **options: object) 
 
 def environment(run: Run) -> dict[str, str]:
     """Return the environment of a run's process."""
-    variables = os.environ | ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": "1" if run.runner == "v2" else "0"}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if run.runner == "v2" else "0"}
+    variables = os.environ | (EVERYWHERE | _devices(run.gpus) if run.gpus else ENVIRONMENT) | runner
     path = [variables.get("PYTHONPATH", ""), str(HERE.parent)]
-    if run.runner == "v2":
+    if run.runner == "v2" and not run.gpus:
         path.append(str(INTERPRETER))
         variables["TRITON_INTERPRET"] = "1"
     if not run.plugin:
         variables["VLLM_PLUGINS"] = ""
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     return {name: value for name, value in (variables | run.environment).items() if value is not None}
+
+
+def _devices(count: int) -> dict[str, str]:
+    """Return which GPUs a process sees: one in turn, or as many as it wants."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    seen = range(count) if count > 1 else [process % torch.cuda.device_count()]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
 
 
 def execute(run: Run, *, timeout: float = 300) -> Report:

@@ -41,9 +41,9 @@ def hide_the_plugin() -> None:
 
 
 def chains(worker: Any) -> Callable[[], dict[str, Any]]:
-    """Return what the plugin did since the last call: `Checker.report`, and how many rows each request may keep and does.
+    """Return what the plugin did since the last call: how many rows each request may keep and does, and what was checked.
 
-    "counted" is what the plugin's metrics say, since the engine began.
+    The latter is `Checker.report`, where states are. "counted" is what the plugin's metrics say, since the engine began.
     """
     from treewy.vllm_plugin.metrics import read
 
@@ -51,9 +51,10 @@ def chains(worker: Any) -> Callable[[], dict[str, Any]]:
 
     def look() -> dict[str, Any]:
         checker, memory = shared.checker, shared.memory
-        report = checker.report() | {"lengths": memory.lengths.tolist(), "kept_rows": memory.sizes.kept_rows}
-        report["counted"] = read(worker)
-        checker.num_checks, checker.largest = 0, 0.0
+        report = {"lengths": memory.lengths.tolist(), "kept_rows": memory.sizes.kept_rows, "counted": read(worker)}
+        if checker is not None:
+            report |= checker.report()
+            checker.num_checks, checker.largest = 0, 0.0
         return report
 
     return look
@@ -125,11 +126,13 @@ def shared_of(worker: Any) -> Any:
 
 
 def poisoned(worker: Any) -> Callable[[], dict[str, Any]]:
-    """Return `chains`, which after each round fills all memory that nobody owns then with NaN; the next round meets it.
-
-    Grammars work there, too.
-    """
+    """Return `wiped`, where grammars work, too."""
     mask_grammars_in_torch()
+    return wiped(worker)
+
+
+def wiped(worker: Any) -> Callable[[], dict[str, Any]]:
+    """Return `chains`, which after each round fills all memory that nobody owns then with NaN; the next round meets it."""
     look = chains(worker)
 
     def look_and_poison() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from chains import (
     assert_close,
     compare,
     conversation,
+    first_token,
     prompt,
 )
 from test_chains import JOINING, LONG_REQUESTS, TEXT_REQUESTS
@@ -266,11 +267,6 @@ def test_a_conversation_finds_what_was_decoded(spoken: Report) -> None:
     for number in (ASKED, AGAIN):
         pairs = zip(spoken.rounds[RESET].outputs, spoken.rounds[number].outputs, strict=True)
         assert_alike(*zip(*((first_token(expected), first_token(got)) for expected, got in pairs), strict=True))
-
-
-def first_token(output: Output) -> Output:
-    """Return an output as if it had ended with its first token."""
-    return output._replace(tokens=output.tokens[:1], logprobs=output.logprobs[:1])
 
 
 def test_states_at_boundaries_are_those_of_a_prompt(spoken: Report) -> None:

@@ -27,15 +27,15 @@ def main(asked: Path, answer: Path) -> None:
     arguments = ARGUMENTS | {"enable_prefix_caching": False, "disable_log_stats": False} | run["arguments"]
     llm = LLM(model=run["model"], speculative_config=run["speculative"], **arguments)
     report: dict[str, Any] = {"start_seconds": time.monotonic() - START}
-    (report["runner"],) = llm.collective_rpc(lambda worker: type(worker.worker.model_runner).__module__)
+    report["runner"] = llm.collective_rpc(lambda worker: type(worker.worker.model_runner).__module__)[0]
     report["num_blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    probe = llm.collective_rpc(lambda worker: named(run["probe"])(worker.worker))[0] if run["probe"] else lambda: None
+    llm.collective_rpc(lambda worker: install(run["probe"], worker))
     report["rounds"] = []
     for number, requests in enumerate(run["rounds"]):
         if number in run["resets"]:
             assert llm.reset_prefix_cache()
         prompts = [prompt_of(llm, request, run["rounds"], report["rounds"]) for request in requests]
-        report["rounds"].append(serve(llm, number, requests, prompts, probe))
+        report["rounds"].append(serve(llm, number, requests, prompts))
     answer.write_text(json.dumps(report))
 
 
@@ -55,6 +55,11 @@ def named(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
+def install(probe: str | None, worker: Any) -> None:
+    """Set a probe up, in the process of the worker."""
+    worker.look = named(probe)(worker.worker) if probe else lambda: None
+
+
 def prompt_of(llm: Any, request: dict[str, Any], asked: list[Any], served: list[Any]) -> list[int]:
     """Return the token ids of a request's prompt, those of the request that it continues among them."""
     prompt = request["prompt"]
@@ -66,9 +71,7 @@ def prompt_of(llm: Any, request: dict[str, Any], asked: list[Any], served: list[
     return before + served[number]["outputs"][place]["tokens"][: request["keeps"]] + tokens
 
 
-def serve(
-    llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[list[int]], probe: Callable[[], Any]
-) -> dict[str, Any]:
+def serve(llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[list[int]]) -> dict[str, Any]:
     """Serve one round, engine step by engine step, and return it as `engine.Round` has it."""
     before, start = counters(llm), time.monotonic()
     engine, steps = llm.llm_engine, 0
@@ -90,7 +93,8 @@ def serve(
     seconds, after = time.monotonic() - start, counters(llm)
     outputs = [last[name] for name in names]
     moved = {key: difference(value, before.get(key)) for key, value in after.items()}
-    return {"outputs": outputs, "counters": moved, "steps": steps, "seconds": seconds, "probed": probe()}
+    probed = llm.collective_rpc(lambda worker: worker.look())[0]
+    return {"outputs": outputs, "counters": moved, "steps": steps, "seconds": seconds, "probed": probed}
 
 
 def add(llm: Any, name: str, prompt: list[int], asked: dict[str, Any]) -> None:
@@ -98,7 +102,8 @@ def add(llm: Any, name: str, prompt: list[int], asked: dict[str, Any]) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | asked
+    detokenize = not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
+    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": detokenize} | asked
     if "structured_outputs" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
     llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling))

@@ -1,0 +1,220 @@
+"""Real vLLM on GPUs, in whole captured graphs: texts are those without drafts, and states are what the recurrence says.
+
+The model's layers are those of Qwen3.5-35B-A3B, and their weights move the logits as trained ones do. Figures are printed:
+`pytest -rP` shows them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chains import (
+    AGAIN,
+    ASKED,
+    LOGPROBS,
+    RESET,
+    TALK,
+    assert_alike,
+    assert_close,
+    compare,
+    conversation,
+    differences,
+    drafting,
+    first_token,
+    greedy,
+    prompt,
+)
+from trees import growing
+
+from engine import Output, Report, Request, Run, mtp
+from tolerances import KERNEL_EXACT, VLLM_LOGPROB, VLLM_NEAR_TIE, VLLM_STATE
+
+pytestmark = pytest.mark.gpu
+
+Model = Callable[..., str]
+Execute = Callable[[Run], Report]
+
+# The second time in memory that is not a number.
+FIRST, SECOND = range(2)
+TEXTS = [greedy(prompt(300 + i, length), 64, joins=2 * i) for i, length in enumerate((30, 4, 170, 2, 600, 90, 12, 45))]
+SERVED = TEXTS * 2
+ARGUMENTS = {
+    "skip_tokenizer_init": True,
+    "language_model_only": True,
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "max_model_len": 1024,
+    "max_num_seqs": len(TEXTS),
+    # Of the whole GPU; several engines run beside each other.
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 4 * 2**30,
+}
+# Whole steps as graphs, and nothing compiled, which takes minutes.
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+BINARY, TERNARY = (2, 2, 2), (3, 3, 3)
+
+
+def captured(run: Run, *, arguments: dict[str, Any] = GRAPHS, **options: Any) -> Run:
+    """Return an engine that serves the texts twice, without the check, which whole graphs have no room for."""
+    speculative = run.speculative and {key: value for key, value in run.speculative.items() if key != "check_every"}
+    probe = {} if speculative is None or "mamba_state_commit" not in speculative else {"probe": "probes:wiped"}
+    whole = {"speculative": speculative, "rounds": [TEXTS, TEXTS], "gpus": 1, "arguments": ARGUMENTS | arguments}
+    return replace(run, **{"probe": None} | probe | whole | options)
+
+
+def undrafted(folder: str) -> Run:
+    return captured(Run(model=folder, runner="v2", rounds=[]))
+
+
+def compiled(run: Run) -> Run:
+    """Return an engine as vLLM starts it if nobody says anything."""
+    return captured(run, arguments={"enforce_eager": False})
+
+
+def over_two(run: Run) -> Run:
+    """Return an engine over two GPUs, which exchange by NCCL alone."""
+    return captured(run, gpus=2, arguments=GRAPHS | {"tensor_parallel_size": 2, "disable_custom_all_reduce": True})
+
+
+ENGINES: dict[str, Callable[[str], Run]] = {
+    "store_all": lambda folder: captured(drafting(folder, "store_all")),
+    "reconstruct": lambda folder: captured(drafting(folder, "reconstruct")),
+    "ring": lambda folder: captured(drafting(folder, "ring")),
+    "reconstruct, first runner": lambda folder: captured(drafting(folder, "reconstruct"), runner="v1"),
+    "reconstruct, compiled": lambda folder: compiled(drafting(folder, "reconstruct")),
+    "tree 2,2,2": lambda folder: captured(growing(folder, "reconstruct", BINARY)),
+    "tree 2,2,2, compiled": lambda folder: compiled(growing(folder, "reconstruct", BINARY)),
+    "tree 3,3,3, ring": lambda folder: captured(growing(folder, "ring", TERNARY)),
+    "reconstruct, two GPUs": lambda folder: over_two(drafting(folder, "reconstruct")),
+    "tree 2,2,2, two GPUs": lambda folder: over_two(growing(folder, "reconstruct", BINARY)),
+}
+
+
+def runs(folder: str) -> dict[str, Run]:
+    """Return the engines that this machine has GPUs for."""
+    made = {name: make(folder) for name, make in ENGINES.items()}
+    return {name: run for name, run in made.items() if run.gpus <= torch.cuda.device_count()}
+
+
+@pytest.fixture(params=ENGINES)
+def name(request: pytest.FixtureRequest, model: Model) -> str:
+    if request.param not in runs(model("gpu")):
+        pytest.skip("needs two CUDA devices")
+    return request.param
+
+
+def test_texts_are_those_without_drafts(name: str, model: Model, execute: Execute) -> None:
+    """Up to the first near-tie, of which there are many; what comes behind it is for the next test."""
+    report, judge = execute(runs(model("gpu"))[name]), execute(undrafted(model("gpu")))
+    for number in (FIRST, SECOND):
+        pairs = zip(*(one.rounds[number].outputs for one in (judge, report)), strict=True)
+        likenesses = [compare(*pair) for pair in pairs]
+        print(name, *likenesses, sep="\n")
+        assert max(likeness.gap for likeness in likenesses) <= VLLM_NEAR_TIE
+        assert max(likeness.off for likeness in likenesses) <= VLLM_LOGPROB
+
+
+def test_log_probabilities_are_those_of_the_same_texts_undrafted(name: str, model: Model, execute: Execute) -> None:
+    """Teacher-forced: of every token that any engine said, by one that neither drafts nor has said them."""
+    folder = model("gpu")
+    said = {one: outputs_of(execute(run)) for one, run in runs(folder).items()}
+    texts = [ids.prompt + got.tokens for outputs in said.values() for ids, got in zip(SERVED, outputs, strict=True)]
+    read = [Request(prompt=text, sampling={"max_tokens": 1, "prompt_logprobs": LOGPROBS}) for text in texts]
+    (judged,) = execute(replace(undrafted(folder), rounds=[read])).rounds
+    first = list(said).index(name) * len(SERVED)
+    expected, got = [], []
+    for ids, judge, output in zip(SERVED, judged.outputs[first : first + len(SERVED)], said[name], strict=True):
+        expected += judge.prompt_logprobs[len(ids.prompt) - 1 :]
+        got += output.logprobs
+    off = differences(expected, got)
+    print(f"{name}: mean {sum(off) / len(off):.4f}, largest {off[-1]:.3f}, of {len(off)}")
+    assert_close(expected, got)
+
+
+def outputs_of(report: Report) -> list[Output]:
+    return [output for served in report.rounds for output in served.outputs]
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "store_all"])
+def test_steps_that_only_decode_are_whole_graphs(name: str, model: Model, execute: Execute) -> None:
+    """Steps in which a prompt joins are none; and more is gained than a token a step."""
+    folder = model("gpu")
+    if name not in runs(folder):
+        pytest.skip("needs two CUDA devices")
+    counted = execute(runs(folder)[name]).rounds[SECOND].probed["counted"]
+    print(name, counted)
+    assert counted["num_steps"] > 40
+    assert counted["num_full_graph_steps"] >= counted["num_steps"] - len(SERVED)
+    assert counted["num_accepted_tokens"] > 0.5 * counted["num_drafts"]
+
+
+CHECKED: dict[str, Callable[[str], Run]] = {
+    "reconstruct": lambda folder: drafting(folder, "reconstruct"),
+    "ring": lambda folder: drafting(folder, "ring"),
+    "tree 2,2,2": lambda folder: growing(folder, "reconstruct", BINARY),
+    "tree 3,3,3, ring": lambda folder: growing(folder, "ring", TERNARY),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_states_are_what_the_recurrence_says(name: str, model: Model, execute: Execute) -> None:
+    """Every state that a step reads, against the walk over all accepted rows since the request's prompt."""
+    run = replace(CHECKED[name](model("gpu")), rounds=[TEXTS, TEXTS], gpus=1, arguments=ARGUMENTS)
+    report = execute(replace(run, probe="probes:wiped"))
+    for served in report.rounds:
+        print(name, served.probed["num_checks"], served.probed["largest"])
+        assert served.probed["num_checks"] > 500
+        assert 0 < served.probed["largest"] <= KERNEL_EXACT
+        assert all(math.isfinite(x) for output in served.outputs for place in output.logprobs for x in place.values())
+
+
+# Tokens of a block, and of a conversation with a whole path a step: past the end of the third block, of which the last is
+# read again. The second ends with a path, or behind its first row.
+TALKS = {"chain": 1072, "tree": 1168}
+GAIN = 4
+
+
+def talk(folder: str, kind: str) -> Run:
+    """What was said is asked about twice, and again when it is forgotten."""
+    block = TALKS[kind]
+    num_steps = block // GAIN + 8
+    said = conversation((2 * block - 12, 2 * block - 9), 1 + GAIN * num_steps, 16, block)
+    del said["arguments"]["prefix_cache_retention_interval"]
+    accepted = [1.0] * (GAIN - 1)
+    run = (
+        drafting(folder, "ring", accepted=accepted)
+        if kind == "chain"
+        else growing(folder, "reconstruct", BINARY, accepted=accepted)
+    )
+    arguments = ARGUMENTS | said["arguments"]
+    return replace(run, **said | {"arguments": arguments, "gpus": 1, "probe": "probes:boundaries"})
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_a_conversation_finds_what_was_decoded(kind: str, model: Model, execute: Execute) -> None:
+    """From the end of the second block, in states that are those of a prompt of the same tokens."""
+    rounds = execute(talk(model("gpu", remembers=6.0), kind)).rounds
+    hits = [served.counters["prefix_cache_hits"] for served in rounds]
+    found = 2 * 2 * TALKS[kind]
+    off = rounds[RESET].probed["boundaries"]
+    print(kind, hits, off, [served.probed["largest"] for served in rounds])
+    assert hits == [0, found, found, 0]
+    assert {gain for output in rounds[TALK].outputs for gain in output.gains} == {1, GAIN}
+    for served in rounds:
+        assert served.probed["num_checks"] > 10
+        assert served.probed["largest"] <= KERNEL_EXACT
+    assert 0 < max(off) <= VLLM_STATE
+    for number in (ASKED, AGAIN):
+        assert_alike(*([first_token(output) for output in rounds[one].outputs] for one in (RESET, number)))
+
+
+@pytest.mark.parametrize("speculative", [None, mtp(3)], ids=["plain", "mtp"])
+def test_the_plugin_alone_changes_no_bit(speculative: dict[str, Any] | None, model: Model, execute: Execute) -> None:
+    """Without its options: tokens and log-probabilities are those of vLLM without it."""
+    run = replace(undrafted(model("gpu")), speculative=speculative)
+    present, absent = execute(run), execute(replace(run, plugin=False))
+    assert present.num_blocks == absent.num_blocks
+    for ours, theirs in zip(present.rounds, absent.rounds, strict=True):
+        assert ours.outputs == theirs.outputs
