@@ -184,7 +184,7 @@ def poison(worker: Any) -> None:
     null = [part[0].clone() for part in pages]
     for storage in {part.untyped_storage().data_ptr(): part.untyped_storage() for part in pages}.values():
         # Not a number in bfloat16, and twice in a row not one in float32.
-        torch.empty(0, dtype=torch.int16).set_(storage).fill_(0x7FC0)
+        torch.empty(0, dtype=torch.int16, device=storage.device).set_(storage).fill_(0x7FC0)
     for part, kept in zip(pages, null, strict=True):
         part[0] = kept
     memory = worker.model_runner.model_state.treewy.memory

@@ -6,6 +6,7 @@ The model's layers are those of Qwen3.5-35B-A3B, and their weights move the logi
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from chains import (
 )
 from trees import growing
 
-from engine import Output, Report, Request, Run, mtp
+from engine import EngineError, Output, Report, Request, Run, mtp
 from tolerances import KERNEL_EXACT, VLLM_LOGPROB, VLLM_NEAR_TIE, VLLM_STATE
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +38,11 @@ pytestmark = pytest.mark.gpu
 Model = Callable[..., str]
 Execute = Callable[[Run], Report]
 
+TEXTS = [greedy(prompt(300 + i, length), 64, joins=2 * i) for i, length in enumerate((30, 5, 170, 2, 600, 90, 12, 45))]
+# Prompts of as many tokens as a chain or a tree has rows, while others decode. vLLM 0.26 itself fails them.
+ALIKE = [greedy(prompt(330 + i, length), 64, joins=4 * i) for i, length in enumerate((30, 4, 15, 40))]
 # The second time in memory that is not a number.
-FIRST, SECOND = range(2)
-TEXTS = [greedy(prompt(300 + i, length), 64, joins=2 * i) for i, length in enumerate((30, 4, 170, 2, 600, 90, 12, 45))]
-SERVED = TEXTS * 2
+ROUNDS = [TEXTS, TEXTS, ALIKE]
 ARGUMENTS = {
     "skip_tokenizer_init": True,
     "language_model_only": True,
@@ -57,10 +59,10 @@ BINARY, TERNARY = (2, 2, 2), (3, 3, 3)
 
 
 def captured(run: Run, *, arguments: dict[str, Any] = GRAPHS, **options: Any) -> Run:
-    """Return an engine that serves the texts twice, without the check, which whole graphs have no room for."""
+    """Return an engine that serves the rounds, without the check, which whole graphs have no room for."""
     speculative = run.speculative and {key: value for key, value in run.speculative.items() if key != "check_every"}
     probe = {} if speculative is None or "mamba_state_commit" not in speculative else {"probe": "probes:wiped"}
-    whole = {"speculative": speculative, "rounds": [TEXTS, TEXTS], "gpus": 1, "arguments": ARGUMENTS | arguments}
+    whole = {"speculative": speculative, "rounds": ROUNDS, "gpus": 1, "arguments": ARGUMENTS | arguments}
     return replace(run, **{"probe": None} | probe | whole | options)
 
 
@@ -79,7 +81,7 @@ def over_two(run: Run) -> Run:
 
 
 ENGINES: dict[str, Callable[[str], Run]] = {
-    "store_all": lambda folder: captured(drafting(folder, "store_all")),
+    "store_all": lambda folder: captured(drafting(folder, "store_all"), rounds=ROUNDS[:2]),
     "reconstruct": lambda folder: captured(drafting(folder, "reconstruct")),
     "ring": lambda folder: captured(drafting(folder, "ring")),
     "reconstruct, first runner": lambda folder: captured(drafting(folder, "reconstruct"), runner="v1"),
@@ -108,9 +110,8 @@ def name(request: pytest.FixtureRequest, model: Model) -> str:
 def test_texts_are_those_without_drafts(name: str, model: Model, execute: Execute) -> None:
     """Up to the first near-tie, of which there are many; what comes behind it is for the next test."""
     report, judge = execute(runs(model("gpu"))[name]), execute(undrafted(model("gpu")))
-    for number in (FIRST, SECOND):
-        pairs = zip(*(one.rounds[number].outputs for one in (judge, report)), strict=True)
-        likenesses = [compare(*pair) for pair in pairs]
+    for expected, served in zip(judge.rounds, report.rounds, strict=False):
+        likenesses = [compare(*pair) for pair in zip(expected.outputs, served.outputs, strict=True)]
         print(name, *likenesses, sep="\n")
         assert max(likeness.gap for likeness in likenesses) <= VLLM_NEAR_TIE
         assert max(likeness.off for likeness in likenesses) <= VLLM_LOGPROB
@@ -119,13 +120,17 @@ def test_texts_are_those_without_drafts(name: str, model: Model, execute: Execut
 def test_log_probabilities_are_those_of_the_same_texts_undrafted(name: str, model: Model, execute: Execute) -> None:
     """Teacher-forced: of every token that any engine said, by one that neither drafts nor has said them."""
     folder = model("gpu")
-    said = {one: outputs_of(execute(run)) for one, run in runs(folder).items()}
-    texts = [ids.prompt + got.tokens for outputs in said.values() for ids, got in zip(SERVED, outputs, strict=True)]
+    said = {}
+    for one, run in runs(folder).items():
+        with suppress(EngineError):  # another's failure is for its own tests
+            said[one] = spoken(run, execute(run))
+    assert name in said
+    texts = [ids.prompt + got.tokens for pairs in said.values() for ids, got in pairs]
     read = [Request(prompt=text, sampling={"max_tokens": 1, "prompt_logprobs": LOGPROBS}) for text in texts]
     (judged,) = execute(replace(undrafted(folder), rounds=[read])).rounds
-    first = list(said).index(name) * len(SERVED)
-    expected, got = [], []
-    for ids, judge, output in zip(SERVED, judged.outputs[first : first + len(SERVED)], said[name], strict=True):
+    outputs, expected, got = iter(judged.outputs), [], []
+    judges = {one: [next(outputs) for _ in pairs] for one, pairs in said.items()}
+    for (ids, output), judge in zip(said[name], judges[name], strict=True):
         expected += judge.prompt_logprobs[len(ids.prompt) - 1 :]
         got += output.logprobs
     off = differences(expected, got)
@@ -133,8 +138,10 @@ def test_log_probabilities_are_those_of_the_same_texts_undrafted(name: str, mode
     assert_close(expected, got)
 
 
-def outputs_of(report: Report) -> list[Output]:
-    return [output for served in report.rounds for output in served.outputs]
+def spoken(run: Run, report: Report) -> list[tuple[Request, Output]]:
+    """Return all requests of an engine, and what it said."""
+    rounds = zip(run.rounds, report.rounds, strict=True)
+    return [pair for asked, served in rounds for pair in zip(asked, served.outputs, strict=True)]
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "store_all"])
@@ -143,10 +150,10 @@ def test_steps_that_only_decode_are_whole_graphs(name: str, model: Model, execut
     folder = model("gpu")
     if name not in runs(folder):
         pytest.skip("needs two CUDA devices")
-    counted = execute(runs(folder)[name]).rounds[SECOND].probed["counted"]
+    counted = execute(runs(folder)[name]).rounds[-1].probed["counted"]
     print(name, counted)
     assert counted["num_steps"] > 40
-    assert counted["num_full_graph_steps"] >= counted["num_steps"] - len(SERVED)
+    assert counted["num_full_graph_steps"] >= counted["num_steps"] - sum(map(len, ROUNDS))
     assert counted["num_accepted_tokens"] > 0.5 * counted["num_drafts"]
 
 
@@ -161,11 +168,11 @@ CHECKED: dict[str, Callable[[str], Run]] = {
 @pytest.mark.parametrize("name", CHECKED)
 def test_states_are_what_the_recurrence_says(name: str, model: Model, execute: Execute) -> None:
     """Every state that a step reads, against the walk over all accepted rows since the request's prompt."""
-    run = replace(CHECKED[name](model("gpu")), rounds=[TEXTS, TEXTS], gpus=1, arguments=ARGUMENTS)
+    run = replace(CHECKED[name](model("gpu")), rounds=ROUNDS, gpus=1, arguments=ARGUMENTS)
     report = execute(replace(run, probe="probes:wiped"))
     for served in report.rounds:
         print(name, served.probed["num_checks"], served.probed["largest"])
-        assert served.probed["num_checks"] > 500
+        assert served.probed["num_checks"] > 300
         assert 0 < served.probed["largest"] <= KERNEL_EXACT
         assert all(math.isfinite(x) for output in served.outputs for place in output.logprobs for x in place.values())
 
@@ -213,7 +220,7 @@ def test_a_conversation_finds_what_was_decoded(kind: str, model: Model, execute:
 @pytest.mark.parametrize("speculative", [None, mtp(3)], ids=["plain", "mtp"])
 def test_the_plugin_alone_changes_no_bit(speculative: dict[str, Any] | None, model: Model, execute: Execute) -> None:
     """Without its options: tokens and log-probabilities are those of vLLM without it."""
-    run = replace(undrafted(model("gpu")), speculative=speculative)
+    run = replace(undrafted(model("gpu")), speculative=speculative, rounds=ROUNDS[:2])
     present, absent = execute(run), execute(replace(run, plugin=False))
     assert present.num_blocks == absent.num_blocks
     for ours, theirs in zip(present.rounds, absent.rounds, strict=True):

@@ -39,6 +39,7 @@ MARK = {"install.py vllm.mamba_hybrid._treewy": "vllm.v1.worker.gpu.model_states
 OURS = {
     "first_runner.py build_attention_metadata.treewy",
     "first_runner.py places.announced",
+    "first_runner.py places.told",
     "first_runner.py step.num_accepted",
     "layer.py GatedDeltaNet.__name__",
     "layer.py step.counts.logs",
@@ -49,6 +50,7 @@ OURS = {
     "tree_sampler.py self.trees.path",
 }
 OF_ONE_ENGINE = {
+    "first_runner.py dispatcher.dispatch",
     "intake.py arguments.additional_config",
     "intake.py arguments.speculative_config",
     "tree_attention.py metadata.chains",

@@ -3,8 +3,10 @@
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.vllm_plugin import first_runner
 from treewy.vllm_plugin.memory import Memory
 from treewy.vllm_plugin.step import Step
@@ -23,10 +25,22 @@ class Shared:
         self.step.finish(num_sampled)
 
 
+class Dispatcher:
+    """Chooses graphs, and notes which steps it was told are drafted."""
+
+    def __init__(self) -> None:
+        self.drafted = []
+
+    def dispatch(self, num_tokens, uniform_decode=False, has_lora=False, num_active_loras=0, **modes):
+        self.drafted.append(uniform_decode)
+        return num_tokens, has_lora, num_active_loras, modes
+
+
 class Runner:
     """A runner of vLLM's first kind: requests (name: prompt, outputs so far, computed) in the order of its batch."""
 
     def __init__(self) -> None:
+        self.cudagraph_dispatcher = Dispatcher()
         self.num_accepted_tokens = SimpleNamespace(gpu=torch.ones(8, dtype=torch.int32))
         self.query_start_loc = SimpleNamespace(np=np.arange(9) * 4)
         self.built = []
@@ -37,7 +51,10 @@ class Runner:
         names, count = list(requests), len(requests)
         prompt, outputs, computed = (np.array(part) for part in zip(*requests.values(), strict=True))
         self.input_batch = SimpleNamespace(
-            req_ids=[*names, "left over"], num_prompt_tokens=prompt, num_computed_tokens_cpu=computed
+            req_ids=[*names, "left over"],
+            num_reqs=count,
+            num_prompt_tokens=prompt,
+            num_computed_tokens_cpu=np.concatenate([computed, [0]]),
         )
         tokens = prompt + outputs
         self.requests = {name: SimpleNamespace(num_tokens=tokens[at]) for at, name in enumerate(names)}
@@ -164,6 +181,37 @@ def test_full_graphs_have_inert_sequences():
     step(runner, {"a": 4})
     runner._update_states_after_model_execute(sampled(1), None)
     assert shared.step.counts.read()[:2] == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "drafted"),
+    [
+        ({"a": (5, 1, 5), "b": (9, 3, 11)}, True),
+        ({"a": (5, 1, 5), "b": (4, 0, 0)}, False),  # a prompt of four tokens
+        ({"a": (5, 1, 5), "b": (30, 0, 26)}, False),  # the last four of a longer one
+        ({"a": (5, 1, 5), "b": (4, 6, 4)}, False),  # computed again after a preemption
+        ({"a": (5, 1, 5), "b": (1, 0, 0)}, True),  # its last token
+    ],
+)
+def test_graphs_of_drafted_steps_are_for_those(requests, drafted):
+    """Faults D01 and L12: a prompt is no draft, however many tokens it has; without this vLLM replays the graph."""
+    _, runner = engine()
+    runner._build_attention_metadata(8, 2, 4, num_tokens_padded=8, num_reqs_padded=2, for_cudagraph_capture=True)
+    runner.batch({"a": 3}, **requests)
+    dispatcher = runner.cudagraph_dispatcher
+    assert dispatcher.dispatch(8, True, False, valid_modes=None) == (8, False, 0, {"valid_modes": None})
+    dispatcher.dispatch(num_tokens=8, uniform_decode=True, has_lora=False, num_active_loras=0)
+    dispatcher.dispatch(num_tokens=9, uniform_decode=False)
+    assert dispatcher.drafted == [drafted, drafted, False]
+
+
+def test_a_graph_over_a_prompt_is_an_error():
+    """And not wrong tokens, if vLLM ever asks for it."""
+    _, runner = engine()
+    runner.batch({"a": 3}, a=(5, 1, 5), b=(4, 0, 0))
+    with pytest.raises(UnsupportedError, match="1 of 2 do not"):
+        step(runner, {"a": 4, "b": 4}, num_tokens_padded=8, num_reqs_padded=2)
+    step(runner, {"a": 4, "b": 4})  # not captured
 
 
 def test_another_engine_in_the_process_takes_over():

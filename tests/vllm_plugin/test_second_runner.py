@@ -19,7 +19,15 @@ class Runner:
         )
         self.eager = []
 
-    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False, is_profile=False):
+    def execute_model(
+        self,
+        scheduler_output,
+        intermediate_tensors=None,
+        dummy_run=False,
+        skip_attn_for_dummy_run=False,
+        is_profile=False,
+    ):
+        assert intermediate_tensors is None
         self.eager.append(is_profile)
 
 
@@ -55,15 +63,20 @@ def scheduled(new=(), resumed=(), computed=None, **counts):
     ],
 )
 def test_steps(runner, step, eager):
-    """Faults D01 and L12: a prompt is no draft, however many tokens it has."""
+    """Faults D01 and L12: a prompt is no draft, however many tokens it has.
+
+    vLLM's worker gives the tensors of an earlier pipeline stage by place, None where there is none.
+    """
+    runner.execute_model(step, None)
     runner.execute_model(step)
-    assert runner.eager == [eager]
+    assert runner.eager == [eager, eager]
 
 
 def test_dummies_are_not_looked_at(runner):
-    runner.execute_model(None, dummy_run=True)
+    runner.execute_model(None, intermediate_tensors=None, dummy_run=True, skip_attn_for_dummy_run=True)
     runner.execute_model(None, dummy_run=True, is_profile=True)
-    assert runner.eager == [False, True]
+    runner.execute_model(None, None, True)
+    assert runner.eager == [False, True, False]
 
 
 def test_another_engine_in_the_process_takes_over(runner):

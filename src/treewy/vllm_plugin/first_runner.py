@@ -1,7 +1,8 @@
 """The hooks that the first model runner has not: it knows requests by name, and states of the last step by its own counts.
 
 Two of its methods are wrapped. Before metadata is built the step's tables are made, and after sampling accepted rows are
-kept, as `state` does it under the second runner.
+kept, as `state` does it under the second runner. It has the fault that `second_runner` tells of, in all versions: what
+chooses an engine's graphs is told what is in its batch.
 """
 
 import inspect
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import clear
@@ -23,7 +25,7 @@ class Places:
 
     def __init__(self, shared: Any) -> None:
         """Start without requests."""
-        self.shared, self._of, self.announced = shared, dict[str, int](), False
+        self.shared, self._of, self.announced, self.told = shared, dict[str, int](), False, False
 
     def drop(self, known: Any) -> None:
         """Free the places of requests that the engine does not know any more."""
@@ -84,6 +86,9 @@ def begin(vllm: ModuleType, runner: Any, shared: Any, places: Places, asked: dic
         places: Where its requests keep their rows.
         asked: Arguments of the method that builds metadata.
     """
+    if not places.told:  # the first steps of an engine are dummies, before any graph is replayed
+        places.told = True
+        tell_of_prompts(runner)
     count, scheduled, step = asked["num_reqs"], asked["num_scheduled_tokens"], shared.step
     if scheduled is None or asked["for_cudagraph_capture"]:
         sizes = np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int32)
@@ -100,7 +105,30 @@ def begin(vllm: ModuleType, runner: Any, shared: Any, places: Places, asked: dic
     num_seqs = (asked["num_reqs_padded"] if whole else None) or len(drafted.requests)
     num_rows = (asked["num_tokens_padded"] if whole else None) or drafted.num_rows
     full_graph = asked["num_reqs_padded"] is not None  # only then does it say how many that graph has
+    if full_graph and not whole:
+        raise UnsupportedError(
+            f"A captured step must be of requests that verify; {count - len(drafted.requests)} of {count} do not, and the graph "
+            "would read tables of an earlier step. Pass --enforce-eager, and report this: such steps run without a graph."
+        )
     step.begin(drafted, num_seqs, max(num_rows, drafted.num_rows), full_graph=full_graph)
+
+
+def tell_of_prompts(runner: Any) -> None:
+    """Make what chooses the graphs of one engine see a step as drafted only where no request computes a prompt."""
+    dispatcher = runner.cudagraph_dispatcher
+    dispatch = dispatcher.dispatch
+
+    def dispatch_drafted(num_tokens: int, uniform_decode: bool = False, *args: Any, **kwargs: Any) -> Any:
+        return dispatch(num_tokens, uniform_decode and all_decode(runner), *args, **kwargs)
+
+    dispatcher.dispatch = dispatch_drafted
+
+
+def all_decode(runner: Any) -> bool:
+    """Return whether every request of the batch has all but its last token computed; nobody's dummies have."""
+    batch, requests = runner.input_batch, runner.requests
+    names = batch.req_ids[: batch.num_reqs]
+    return all(batch.num_computed_tokens_cpu[at] + 1 >= requests[name].num_tokens for at, name in enumerate(names))
 
 
 def drafted_requests(

@@ -43,6 +43,7 @@ COPIES = "vllm.v1.worker.mamba_utils"
 PAGES = "vllm.v1.attention.backends.utils"
 SECOND = "vllm.v1.worker.gpu.model_runner"
 FIRST = "vllm.v1.worker.gpu_model_runner"
+GRAPHS = "vllm.v1.cudagraph_dispatcher"
 MOVED = "self num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
 BOUNDS = "self num_tokens num_reqs max_query_len num_tokens_padded num_reqs_padded ubatch_slices logits_indices"
 BUILT = f"{BOUNDS} use_spec_decode for_cudagraph_capture num_scheduled_tokens"
@@ -105,6 +106,11 @@ HOOKS = (
     ),
     Hook(FIRST, "GPUModelRunner._build_attention_metadata", f"{BUILT_NEW} slot_mappings", only=NEW),
     Hook(FIRST, "GPUModelRunner._update_states_after_model_execute", "self output_token_ids scheduler_output"),
+    Hook(
+        GRAPHS,
+        "CudagraphDispatcher.dispatch",
+        "self num_tokens uniform_decode has_lora num_active_loras valid_modes invalid_modes",
+    ),
     Hook(
         SECOND,
         "GPUModelRunner.execute_model",

@@ -25,10 +25,12 @@ def run_prompts_eagerly(vllm: ModuleType, step_rows: int) -> None:
         return
     current = [step_rows]
 
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs.get("dummy_run") and look_like_drafts(self, scheduler_output, current[0]):
+    def execute_model(
+        self: Any, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **kwargs: Any
+    ) -> Any:
+        if not dummy_run and look_like_drafts(self, scheduler_output, current[0]):
             kwargs["is_profile"] = True  # which there means no more than that no graph is replayed
-        return run(self, scheduler_output, *args, **kwargs)
+        return run(self, scheduler_output, intermediate_tensors, dummy_run=dummy_run, **kwargs)
 
     execute_model.treewy = current
     runner.execute_model = execute_model
