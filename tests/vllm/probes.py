@@ -187,7 +187,7 @@ def poison(worker: Any) -> None:
         torch.empty(0, dtype=torch.int16, device=storage.device).set_(storage).fill_(0x7FC0)
     for part, kept in zip(pages, null, strict=True):
         part[0] = kept
-    memory = worker.model_runner.model_state.treewy.memory
+    memory = shared_of(worker).memory
     for part in (*memory.step, *memory.kept[:4]):
         part.fill_(float("nan"))
 
