@@ -250,8 +250,9 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
     """Return vLLM engines that took turns."""
     first = next(entry["line"] for entry in lines if "benchmark" in entry["line"])
     given, environment = first["options"], first["environment"]
+    shape = vllm_model.shape(given | {"runner": None})  # that is the engines'
     title = (
-        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {vllm_model.shape(given)}, "
+        f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {shape}, "
         f"{given['utilisation']} of the memory, "
         f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
         f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians. A step"

@@ -54,7 +54,9 @@ class Setting(NamedTuple):
 
     @property
     def slug(self) -> str:
-        return f"sweep-{self.model.split()[0].lower()}-{self.mix}-{self.state_dtype}-{self.max_model_len}"
+        name, _, manner = self.model.lower().partition(" layers")
+        words = (name.split()[0], *manner.replace(",", "").split(), self.mix, self.state_dtype, self.max_model_len)
+        return "-".join(map(str, ("sweep", *words)))
 
 
 class Where(NamedTuple):

@@ -95,6 +95,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="vLLM's model runner; the second if neither this nor VLLM_USE_V2_MODEL_RUNNER says anything",
     )
     add(
+        "--compiled",
+        action="store_true",
+        help="compile the model and capture pieces of steps with prompts, as vLLM does by default; a start takes minutes",
+    )
+    add(
         "--tiny",
         action="store_true",
         help="a tiny model on a CPU, to try the benchmark itself with few and short requests",
@@ -112,7 +117,12 @@ def shape(given: dict[str, Any]) -> str:
         return "a tiny model"
     name = given.get("model", MODEL)
     layers = given.get("layers") or catalogue.model_preset(name).config["num_hidden_layers"]
-    return f"{name.title()} shape, {layers} layers"
+    return ", ".join([f"{name.title()} shape, {layers} layers", *manner(given)])
+
+
+def manner(given: dict[str, Any]) -> list[str]:
+    """Return what else a record's options say of how vLLM ran the model: nothing if it was as the first records have it."""
+    return ["compiled"] * bool(given.get("compiled")) + ["first runner"] * (given.get("runner") == 1)
 
 
 def _widths(text: str) -> list[int]:
@@ -154,6 +164,7 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
 
     Path(folder, "config.json").write_text(json.dumps(model_config(given)))
     rows = 1 if given.commit == "none" else 1 + given.drafts
+    graphs = {} if given.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
         model=folder,
         load_format="dummy",
@@ -168,11 +179,7 @@ def make_engine(given: argparse.Namespace, folder: str, largest: int) -> Any:
         disable_log_stats=False,
         seed=0,
         **drafting(given),
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": capture_sizes(largest, rows),
-        },
+        compilation_config=graphs | {"cudagraph_capture_sizes": capture_sizes(largest, rows)},
     )
 
 

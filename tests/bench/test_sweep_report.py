@@ -185,6 +185,17 @@ class Canvas:
         return ask
 
 
+def test_compiled_engines_are_their_own_table_and_picture(write, tmp_path):
+    folder = write("sweep-a.jsonl", [*SNAPSHOTS, *OURS])
+    write("sweep-b.jsonl", [*SNAPSHOTS, *OURS], compiled=True)
+    text = section(folder, tmp_path)
+    assert text.count("### a GPU, vLLM 0.26.0") == 2
+    assert text.count("40 layers, compiled, dummy weights") == 1
+    names = {file.name for file in draw(Canvas(), folder, tmp_path)}
+    start, end = "sweep-qwen3.5-35b-a3b-", "sharegpt-float32-4096-closed.svg"
+    assert names == {f"{start}{end}", f"{start}compiled-{end}"}
+
+
 def test_pictures_stand_on_the_page(write, tmp_path):
     canvas = Canvas()
     more = [point("store_all", 8, 1200, 80.0, utilisation=0.9, oldest_waiting_ms=500.0)]

@@ -91,6 +91,13 @@ def test_records_say_of_which_model_they_are():
     )
     assert shape({"model": "qwen3.5-27b", "layers": 8}) == "Qwen3.5-27B shape, 8 layers"
     assert shape({"tiny": True, "layers": 4}) == "a tiny model"
+    assert shape({"layers": 8, "compiled": True, "runner": 1}).endswith("shape, 8 layers, compiled, first runner")
+    assert shape({"layers": 8, "compiled": False, "runner": 2}) == shape({"layers": 8})
+
+
+def test_a_compiled_engine_is_as_vllm_makes_it(monkeypatch, tmp_path):
+    given = engine_options(monkeypatch, "--compiled")
+    assert made(monkeypatch, tmp_path, given).arguments["compilation_config"].keys() == {"cudagraph_capture_sizes"}
 
 
 def test_the_engine_of_a_tree(monkeypatch, tmp_path):
