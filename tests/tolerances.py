@@ -150,3 +150,7 @@ VLLM_LOGPROB_OF_ALL = 0.5
 # A state at a block boundary after decoding against that after a prompt of the same tokens, in bfloat16: relative, in the
 # Frobenius norm. Seen: 0.004; with no rows rebuilt, 0.4.
 VLLM_STATE = 0.02
+
+# States in an engine on a GPU against the float64 walk beside it over more than a thousand tokens, of which a state remembers
+# hundreds: roundings of some hundred folds add up, where KERNEL_EXACT is for those of a few steps.
+VLLM_WALK = 1e-5

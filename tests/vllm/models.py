@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 # Of Qwen3.5-35B-A3B, in the layout of its hub; all other sizes are its own.
-FEWER = {"vocab_size": 512, "num_experts": 32, "max_position_embeddings": 8192}
+FEWER = {"vocab_size": 512, "num_experts": 16, "max_position_embeddings": 8192}
 LAYERS = 8
 
 # How far layers move the residual stream, against the token's embedding. Mixers do so by enough that texts do not soon
@@ -71,7 +71,7 @@ def write_model(
 
 
 def of_real_sizes() -> dict[str, Any]:
-    """Return the config of a model whose layers are those of Qwen3.5-35B-A3B; some 2 GB."""
+    """Return the config of a model whose layers are those of Qwen3.5-35B-A3B; some 1 GB."""
     config = vllm_model.model_config(Namespace(model="qwen3.5-35b-a3b", layers=LAYERS, tiny=False))
     special = {name: FEWER["vocab_size"] - len(vllm_model.SPECIAL) + i for i, name in enumerate(vllm_model.SPECIAL)}
     return config | special | {"text_config": config["text_config"] | FEWER}

@@ -176,15 +176,22 @@ def _distance(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(here, there, strict=True))
 
 
+# As two bytes each: not a number in bfloat16, and twice in a row not one in float32; and some 32,800 in both.
+NOT_A_NUMBER, LARGE = 0x7FC0, 0x4700
+
+
 def poison(worker: Any) -> None:
-    """Fill every page but those of vLLM's null block with NaN, and all rows of the plugin, kept ones and a step's."""
+    """Fill every page but those of vLLM's null block, and all rows of the plugin, kept ones and a step's, with NaN.
+
+    On GPUs pages get large numbers: attention there is not ours, and may weigh what lies behind a sequence's end with 0.
+    """
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
     pages = [part for layer in layers for part in _parts(layer)]
     # Padding is written there and read from there, by requests that are none.
     null = [part[0].clone() for part in pages]
     for storage in {part.untyped_storage().data_ptr(): part.untyped_storage() for part in pages}.values():
-        # Not a number in bfloat16, and twice in a row not one in float32.
-        torch.empty(0, dtype=torch.int16, device=storage.device).set_(storage).fill_(0x7FC0)
+        filler = NOT_A_NUMBER if storage.device.type == "cpu" else LARGE
+        torch.empty(0, dtype=torch.int16, device=storage.device).set_(storage).fill_(filler)
     for part, kept in zip(pages, null, strict=True):
         part[0] = kept
     memory = shared_of(worker).memory
