@@ -100,6 +100,13 @@ def test_a_step_must_have_room_for_all_trees(registered: list[Any]) -> None:
         prepare(engine(tokens=27), TREE, asked=False)
 
 
+def test_without_graphs_a_step_must_have_room_for_one(registered: list[Any]) -> None:
+    """Else vLLM would cut every tree, and nobody would say so."""
+    prepare(engine(requests=2, tokens=7, full=False), TREE, asked=False)
+    with pytest.raises(RequestError, match=r"7 rows; max_num_batched_tokens is 6\. Set it to 7 at least, better 14"):
+        prepare(engine(requests=2, tokens=6, full=False), TREE, asked=False)
+
+
 @pytest.mark.parametrize("backend", [None, "CUSTOM"])
 def test_a_gpu_has_our_attention(registered: list[Any], backend: str | None) -> None:
     whole = engine(backend=backend)

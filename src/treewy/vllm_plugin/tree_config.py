@@ -29,6 +29,7 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
     speculative = vllm_config.speculative_config
     if speculative.rejection_sample_method == SYNTHETIC:
         depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
+    _check_whole_tree(vllm_config.scheduler_config, options.longest_step)
     _check_draft_room(vllm_config.scheduler_config, options)
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         _size_graphs(vllm_config, options.longest_step, asked)
@@ -62,6 +63,15 @@ def _take_attention(vllm_config: Any) -> None:
         )
     tree_attention.register(vllm, on_cpu=False)
     attention.backend = vllm.AttentionBackendEnum.CUSTOM
+
+
+def _check_whole_tree(scheduler: Any, step_rows: int) -> None:
+    """Check that some tree is ever verified whole: vLLM drops what a step has no tokens for."""
+    if scheduler.max_num_batched_tokens < step_rows:
+        raise RequestError(
+            f"A step must have room for the whole tree of a request, {step_rows} rows; max_num_batched_tokens is "
+            f"{scheduler.max_num_batched_tokens}. Set it to {step_rows} at least, better {scheduler.max_num_seqs * step_rows}."
+        )
 
 
 def _check_draft_room(scheduler: Any, options: Options) -> None:
