@@ -98,6 +98,8 @@ class Output(NamedTuple):
         gains: How many tokens came with each engine step that brought any.
         logprobs: For each token those asked for, by token id; None if none were.
         prompt_logprobs: The same for each token of the prompt but the first.
+        cached: How many tokens of its prompt were found in the prefix cache. vLLM 0.26 counts it right where steps are scheduled
+            ahead, unlike `prefix_cache_hits`.
     """
 
     tokens: list[int]
@@ -106,6 +108,7 @@ class Output(NamedTuple):
     gains: list[int]
     logprobs: list[dict[int, float]] | None
     prompt_logprobs: list[dict[int, float]] | None
+    cached: int | None
 
 
 class Round(NamedTuple):

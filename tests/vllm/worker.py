@@ -76,7 +76,7 @@ def serve(llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[l
     before, start = counters(llm), time.monotonic()
     engine, steps = llm.llm_engine, 0
     names = [f"{number}.{place}" for place in range(len(requests))]
-    nothing = {"text": "", "reason": None, "logprobs": None, "prompt_logprobs": None}
+    nothing = {"text": "", "reason": None, "logprobs": None, "prompt_logprobs": None, "cached": None}
     last = {name: {"tokens": [], "gains": [], **nothing} for name in names}
     while engine.has_unfinished_requests() or any(request["joins"] >= steps for request in requests):
         for name, request, prompt in zip(names, requests, prompts, strict=True):
@@ -87,6 +87,7 @@ def serve(llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[l
                 last[name]["reason"] = "abort"
         for output in engine.step():
             note(last[output.request_id], output.outputs[0])
+            last[output.request_id]["cached"] = output.num_cached_tokens
             if output.prompt_logprobs is not None:
                 last[output.request_id]["prompt_logprobs"] = plain(output.prompt_logprobs[1:])
         steps += 1
