@@ -174,6 +174,19 @@ def test_steps_without_a_boundary_cost_nothing(behind: int, looks: bool) -> None
     assert torch.equal(aligned.engine.states, before)
 
 
+def test_a_tree_in_flight_counts_with_all_its_rows() -> None:
+    """The host is ahead by 39 rows where a tree of 40 gained one token, although a path is 4 at most."""
+    aligned = Aligned(RING)
+    memory = aligned.engine.memory
+    assert memory.sizes.max_path == 4
+    memory.sizes = memory.sizes._replace(step_rows=40)
+    aligned.boundaries.block_size = 256
+    drafted, at = Drafted(np.array([0]), np.zeros(1, np.int32), np.array([40], np.int32)), torch.tensor([0])
+    aligned.boundaries.begin(drafted, np.array([252 + 39]), [table[at] for table in aligned.tables])
+    aligned.boundaries.fill(aligned.states, 1, aligned.accepted, aligned.block, aligned.computed, at)
+    assert aligned.states.calls
+
+
 def test_prompts_are_not_rebuilt() -> None:
     """Fault E07: a request that does not verify crosses boundaries by vLLM's own means, whoever else crosses one in the step."""
     aligned = Aligned(RING)

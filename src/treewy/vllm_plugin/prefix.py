@@ -17,8 +17,8 @@ from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.flush import flush_state
 from treewy.vllm_plugin.step import Drafted
 
-# Steps that may be in flight before the host learns what they accepted.
-MAX_STEPS_AHEAD = 4
+# Steps that may be in flight before the host learns what they accepted: vLLM has one, and one is to spare.
+MAX_STEPS_AHEAD = 2
 
 
 class SplitCopies:
@@ -80,7 +80,8 @@ class Boundaries:
             tables: Block table of each layer, by request of the batch.
         """
         before = num_computed[drafted.batch]
-        least = np.maximum(before - MAX_STEPS_AHEAD * self.shared.memory.sizes.max_path, 0)
+        # A step in flight counts with all of its rows, whatever a path of them can be.
+        least = np.maximum(before - MAX_STEPS_AHEAD * self.shared.memory.sizes.step_rows, 0)
         crosses = (before + drafted.sizes) // self.block_size > least // self.block_size
         self._drafted, self._tables = drafted.requests if crosses.any() else drafted.requests[:0], tables
 
