@@ -209,8 +209,8 @@ def test_a_tree_without_branches_accepts_what_a_chain_does(model: Model, execute
     assert max(max(tree.gains) for _, tree in same) == 4
 
 
-# A conversation in which each step gains a whole path, of any siblings.
-DEEP = (2, 1, 2, 1, 1)
+# A conversation in which each step gains a whole path, of any siblings. With 25 rows, of which it gains 6, the host is far ahead.
+DEEP = (3, 1, 2, 1, 1)
 # The second block ends with a path, or behind its first row.
 PROMPT_LENS, STEPS = (500, 505), 46
 
@@ -244,8 +244,8 @@ def test_any_siblings_give_the_states_of_their_path(spoken: Report) -> None:
     served = spoken.rounds[TALK]
     assert all(output.gains == [1, *[1 + len(DEEP)] * STEPS] for output in served.outputs)
     siblings = Counter(accepted_nodes(served, DEEP))
-    assert set(siblings) == {(1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0), (5, 0)}
-    assert min(siblings.values()) > 0.3 * siblings.total() / len(DEEP)
+    assert set(siblings) == {(1, 0), (1, 1), (1, 2), (2, 0), (3, 0), (3, 1), (4, 0), (5, 0)}
+    assert min(siblings.values()) > 0.2 * siblings.total() / len(DEEP)
 
 
 def test_log_probabilities_are_those_of_the_same_text_undrafted(spoken: Report, model: Model, execute: Execute) -> None:
