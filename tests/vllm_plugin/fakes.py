@@ -125,6 +125,7 @@ def compat(**names: Any) -> ModuleType:
         drafted_rows=lambda batch: np.flatnonzero(batch.drafts),
         unwritten_rows=lambda batch: np.zeros(0, np.intp),
         second_runner_with_the_fault=lambda: None,
+        windows_race=lambda: False,
         CUDAGraphMode=SimpleNamespace(NONE=0, FULL=2),
         MambaHybridModelState=ModelState,
         **names,

@@ -187,6 +187,42 @@ def test_a_tree_in_flight_counts_with_all_its_rows() -> None:
     assert aligned.states.calls
 
 
+class Racing(Copies):
+    """vLLM 0.26's: the first layer's program forgets what was accepted before the others read it."""
+
+    def run_fused_postprocess_align(self, num_reqs, num_accepted, state_idx, num_computed, idx_mapping):
+        for pages, table in zip(self.pages, self.tables, strict=True):
+            alone = Copies([pages], [table], self.block_size, windows=True)
+            alone.run_fused_postprocess_align(num_reqs, num_accepted, state_idx, num_computed, idx_mapping)
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_windows_of_requests_that_end_with_their_block(races: bool) -> None:
+    """All layers' have the newest inputs in front, also where vLLM's kernel would forget how far to move them."""
+    aligned = Aligned(RING)
+    vars(aligned.boundaries.vllm)["windows_race"] = lambda: races
+    layers, tables = aligned.boundaries.layers, aligned.tables
+    for layer in layers:
+        layer.window = aligned.engine.normal(*aligned.window.shape)
+    before = [layer.window.clone() for layer in layers]
+    kind = Racing if races else Copies
+    windows = kind([layer.window for layer in layers], tables, BLOCK, windows=True)
+    copies: Any = SplitCopies(windows, windows, aligned.states, aligned.boundaries)
+    drafted = Drafted(np.arange(2), np.array([1, 0], np.int32), np.array([4, 4], np.int32))
+    at = torch.tensor([1, 0, 2])  # the first ends with its block, the second within one, the third does not verify
+    aligned.computed[:3], aligned.block[:3] = torch.tensor([7, 16, 3]), torch.tensor([0, 1, 0])
+    aligned.accepted[:3] = torch.tensor([3, 4, 1])
+    aligned.engine.memory.lengths[:2] = torch.tensor([3, 4])
+    aligned.boundaries.begin(drafted, np.array([12, 4, 0]), [table[at] for table in tables])
+    copies.run_fused_postprocess_align(3, aligned.accepted, aligned.block, aligned.computed, at)
+    assert aligned.accepted[:3].tolist() == [3, 1, 1]
+    for layer, table, was in zip(layers, tables, before, strict=True):
+        own = int(table[1, 1])
+        assert torch.equal(layer.window[own, :, : WIDTH - 1], was[own, :, 3 : 3 + WIDTH - 1])
+        others = torch.arange(PAGES) != own
+        assert torch.equal(layer.window[others], was[others])
+
+
 def test_prompts_are_not_rebuilt() -> None:
     """Fault E07: a request that does not verify crosses boundaries by vLLM's own means, whoever else crosses one in the step."""
     aligned = Aligned(RING)

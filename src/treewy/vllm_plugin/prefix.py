@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewy.shapes import Int, Tensor
-from treewy.vllm_plugin.flush import flush_state
+from treewy.shapes import Bool, Int, Tensor
+from treewy.vllm_plugin.flush import flush_state, flush_window
 from treewy.vllm_plugin.step import Drafted
 
 # Steps that may be in flight before the host learns what they accepted: vLLM has one, and one is to spare.
@@ -50,7 +50,9 @@ class SplitCopies:
         self, num_reqs: int, num_accepted: Tensor, state_idx: Tensor, num_computed: Tensor, idx_mapping: Tensor
     ) -> None:
         """Fill the pages of blocks that became full."""
-        self.boundaries.fill(self.states, num_reqs, num_accepted, state_idx, num_computed, idx_mapping)
+        ended = self.boundaries.fill(self.states, num_reqs, num_accepted, state_idx, num_computed, idx_mapping)
+        if ended is not None and self.boundaries.vllm.windows_race():
+            self.boundaries.end_windows(ended, num_accepted, state_idx, idx_mapping)
         self.windows.run_fused_postprocess_align(num_reqs, num_accepted, state_idx, num_computed, idx_mapping)
 
 
@@ -93,8 +95,10 @@ class Boundaries:
         state_idx: Int[Tensor, "R"],
         num_computed: Int[Tensor, "R"],
         idx_mapping: Int[Tensor, "X"],
-    ) -> None:
+    ) -> Bool[Tensor, "R"] | None:
         """Rebuild the state at each boundary that a path crossed, in the page of the block that ends there.
+
+        Returns which requests' paths ended with the block in whose page their state lies; None if nobody crossed.
 
         Args:
             states: vLLM's copies of states.
@@ -105,7 +109,7 @@ class Boundaries:
             idx_mapping: Request of each place of the batch.
         """
         if not len(self._drafted):
-            return
+            return None
         lengths = self.shared.memory.lengths
         drafted = torch.zeros_like(lengths, dtype=torch.bool)
         drafted[torch.from_numpy(self._drafted).to(lengths.device).long()] = True
@@ -122,7 +126,34 @@ class Boundaries:
             slots = torch.where(places >= 0, pages, -1).to(torch.int32)
             flush_state(self.vllm.state_of(layer), slots, kept, places, layer, self.shared.backend)
         # A request whose own page is that of the boundary ends there: nothing of it is outside the page any more.
-        lengths.masked_fill_(crossed & (state_idx == block), 0)
+        ended = crossed & (state_idx == block)
+        lengths.masked_fill_(ended, 0)
+        return ended
+
+    def end_windows(
+        self,
+        ended: Bool[Tensor, "R"],
+        num_accepted: Int[Tensor, "R"],
+        state_idx: Int[Tensor, "R"],
+        idx_mapping: Int[Tensor, "X"],
+    ) -> None:
+        """Bring windows forward whose requests ended with their block, and count one accepted row for them.
+
+        vLLM's kernel would do both, each of its programs for one window and one of them for the count, which in 0.26 the
+        others may read afterwards. Told of one row it has nothing to do. Other windows stay as they are.
+
+        Args:
+            ended: See `fill`.
+            num_accepted: Rows that each request accepted in this step; 1 for those that ended, afterwards.
+            state_idx: Block in whose page each request's state lies.
+            idx_mapping: Request of each place of the batch.
+        """
+        at = idx_mapping.long()
+        accepted, block = torch.where(ended, num_accepted, 1)[at], state_idx[at].long().clamp(min=0)[:, None]
+        for layer, table in zip(self.layers, self._tables, strict=True):
+            pages = table[: len(at)].gather(1, block)[:, 0]
+            flush_window(self.vllm.window_of(layer), pages, accepted, layer.conv_kernel_size)
+        num_accepted.masked_fill_(ended, 1)
 
     def _copy_pages(
         self, states: Any, num_reqs: int, crossed: Tensor, aligned: Tensor, state_idx: Tensor, idx_mapping: Tensor

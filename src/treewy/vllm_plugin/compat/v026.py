@@ -18,6 +18,11 @@ def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     return np.union1d(drafted, common.padded_tails(batch))
 
 
+def windows_race() -> bool:
+    """Return whether vLLM's kernel for pages of full blocks changes what was accepted while it reads it; see `prefix`."""
+    return True
+
+
 def second_runner_with_the_fault() -> type | None:
     """Return the second model runner if it takes prompts for drafts; see `second_runner`."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner

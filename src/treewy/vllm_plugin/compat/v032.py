@@ -24,6 +24,11 @@ def drafted_rows(batch: Any) -> Int[np.ndarray, "B"]:
     return np.union1d(drafted, common.padded_tails(batch))
 
 
+def windows_race() -> bool:
+    """See `v026.windows_race`."""
+    return False
+
+
 def second_runner_with_the_fault() -> type | None:
     """Return the second model runner if it takes prompts for drafts; see `second_runner`."""
     return None
