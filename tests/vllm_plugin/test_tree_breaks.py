@@ -81,7 +81,7 @@ def test_the_drafter_needs_room_without_graphs_too(monkeypatch: pytest.MonkeyPat
     """vLLM's drafter has buffers for one step's tokens; the last pass runs all levels but the last of every request."""
     tree_config.prepare(engine("cpu", requests=4, tokens=24, monkeypatch=monkeypatch), TREE, asked=False)
     tree_config.prepare(
-        engine("cpu", requests=4, tokens=4, monkeypatch=monkeypatch), Options("ring", (7,)), asked=False
+        engine("cpu", requests=4, tokens=8, monkeypatch=monkeypatch), Options("ring", (7,)), asked=False
     )
     with pytest.raises(
         RequestError, match=r"4 x 6 rows; max_num_batched_tokens is 23\. Set it to 24 .*max_num_seqs to 3"

@@ -29,8 +29,8 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
     speculative = vllm_config.speculative_config
     if speculative.rejection_sample_method == SYNTHETIC:
         depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
-    _check_whole_tree(vllm_config.scheduler_config, options.longest_step)
     _check_draft_room(vllm_config.scheduler_config, options)
+    _check_whole_tree(vllm_config.scheduler_config, options.longest_step)
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         _size_graphs(vllm_config, options.longest_step, asked)
 
