@@ -204,16 +204,17 @@ def _devices(count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
 
 
-def execute(run: Run, *, timeout: float = 300) -> Report:
+def execute(run: Run, *, timeout: float | None = None) -> Report:
     """Run a description to its end.
 
     Args:
         run: The description.
-        timeout: Seconds after which the process is killed.
+        timeout: Seconds after which the process is killed; 300, or twice as many on GPUs, where kernels are compiled.
 
     Raises:
         EngineError: the process failed or took too long, or a plugin did not load.
     """
+    timeout = timeout or (600 if run.gpus else 300)
     with tempfile.TemporaryDirectory() as folder:
         asked, answer, log = (Path(folder) / name for name in ("run.json", "report.json", "log.txt"))
         asked.write_text(json.dumps(asdict(run)))
