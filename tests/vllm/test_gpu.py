@@ -160,11 +160,9 @@ def spoken(run: Run, report: Report) -> list[tuple[Request, Output]]:
     return [pair for asked, served in rounds for pair in zip(asked, served.outputs, strict=True)]
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "store_all"])
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "store_all"], indirect=True)
 def test_steps_that_only_decode_are_whole_graphs(name: str, folder: str, execute: Execute) -> None:
     """Steps in which a prompt joins are none; and more is gained than a token a step."""
-    if name not in runs(folder):
-        pytest.skip("needs two CUDA devices")
     counted = execute(runs(folder)[name]).rounds[-1].probed["counted"]
     print(name, counted)
     assert counted["num_steps"] > 40

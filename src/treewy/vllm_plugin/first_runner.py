@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewy.errors import UnsupportedError
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import clear
@@ -105,11 +104,8 @@ def begin(vllm: ModuleType, runner: Any, shared: Any, places: Places, asked: dic
     num_seqs = (asked["num_reqs_padded"] if whole else None) or len(drafted.requests)
     num_rows = (asked["num_tokens_padded"] if whole else None) or drafted.num_rows
     full_graph = asked["num_reqs_padded"] is not None  # only then does it say how many that graph has
-    if full_graph and not whole:
-        raise UnsupportedError(
-            f"A captured step must be of requests that verify; {count - len(drafted.requests)} of {count} do not, and the graph "
-            "would read tables of an earlier step. Pass --enforce-eager, and report this: such steps run without a graph."
-        )
+    if full_graph:
+        drafted.check_captured(count)
     step.begin(drafted, num_seqs, max(num_rows, drafted.num_rows), full_graph=full_graph)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewy.errors import UnsupportedError
 from treewy.packed import PathTables
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.compaction import Compaction
@@ -94,12 +93,8 @@ def model_state_class(vllm: ModuleType) -> type:
                 num_seqs = input_batch.num_reqs_after_padding if full else len(drafted.requests)
                 num_rows = input_batch.num_tokens_after_padding if full else drafted.num_rows
                 of_all = len(drafted.requests) == input_batch.num_reqs
-                if full and not of_all:
-                    raise UnsupportedError(
-                        f"A captured step must be of requests that verify; {input_batch.num_reqs - len(drafted.requests)} of "
-                        f"{input_batch.num_reqs} do not, and the graph would read tables of an earlier step. Pass "
-                        "--enforce-eager, and report this: vLLM is not expected to ask for it."
-                    )
+                if full:
+                    drafted.check_captured(input_batch.num_reqs)
                 requests = input_batch.idx_mapping if of_all and self._is_real else None
                 self.treewy.step.begin(drafted, num_seqs, num_rows, full_graph=full, requests=requests)
                 if self.treewy.trees is not None:

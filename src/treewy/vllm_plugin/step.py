@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from treewy.errors import UnsupportedError
 from treewy.ops import gdn
 from treewy.ops import tree as trees
 from treewy.packed import PathTables, TreeTables
@@ -35,6 +36,19 @@ class Drafted(NamedTuple):
     def num_rows(self) -> int:
         """Rows of all of them."""
         return int(self.sizes.sum())
+
+    def check_captured(self, num_requests: int) -> None:
+        """Check that these are all requests of a step whose captured graph is replayed.
+
+        Raises:
+            UnsupportedError: some request of the step is none of them.
+        """
+        others = num_requests - len(self.requests)
+        if others:
+            raise UnsupportedError(
+                f"A captured step must be of requests that verify; {others} of {num_requests} do not, and the graph would read "
+                "tables of an earlier step. Pass --enforce-eager, and report this: vLLM is not expected to ask for it."
+            )
 
 
 def dummies(sizes: Int[np.ndarray, "B"], step_rows: int) -> Drafted:
