@@ -104,14 +104,16 @@ def assert_alike(expected: Sequence[Output], got: Sequence[Output]) -> None:
     assert sum(whole) * 2 >= len(whole), likenesses
 
 
-def assert_close(expected: Sequence[dict[int, float]], got: Sequence[dict[int, float]]) -> None:
+def assert_close(
+    expected: Sequence[dict[int, float]], got: Sequence[dict[int, float]], *, average: float = VLLM_LOGPROB_MEAN
+) -> None:
     """Check log-probabilities of the tokens of one text, each given what comes before it.
 
     Single ones are off by much without a fault, where experts are nearly tied; a fault of many rows moves the average.
     """
     off = differences(expected, got)
     assert len(off) > 2 * len(got)
-    assert sum(off) / len(off) <= VLLM_LOGPROB_MEAN
+    assert sum(off) / len(off) <= average
     assert off[len(off) * 99 // 100] <= VLLM_LOGPROB_OF_MOST
     assert off[-1] <= VLLM_LOGPROB_OF_ALL
 

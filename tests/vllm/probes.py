@@ -151,17 +151,21 @@ def boundaries(worker: Any) -> Callable[[], dict[str, Any]]:
     poison(worker)
     look, runner = chains(worker), worker.model_runner
     first: list[list[torch.Tensor]] = []
+    requests, places = runner.req_states, []
+    add = requests.add_request
+
+    def add_and_note(*, req_id: str, **kwargs: Any) -> None:
+        add(req_id=req_id, **kwargs)
+        places.append(requests.req_id_to_index[req_id])
+
+    requests.add_request = add_and_note
 
     def states() -> list[list[torch.Tensor]]:
         groups = enumerate(runner.kv_cache_config.kv_cache_groups)
         tables = {name: runner.block_tables.block_tables[i].gpu for i, group in groups for name in group.layer_names}
         layers = runner.model_state.treewy_layers
         pages = [(layer.kv_cache[1], tables[layer.prefix]) for layer in layers]
-        # Indices are given from the highest down.
-        return [
-            [state[table[place, 1].long()].clone() for state, table in pages]
-            for place in range(runner.max_num_reqs - 2, runner.max_num_reqs)
-        ]
+        return [[state[table[place, 1].long()].clone() for state, table in pages] for place in places[-2:]]
 
     def look_at_boundaries() -> dict[str, Any]:
         now = states()

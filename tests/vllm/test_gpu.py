@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -31,7 +33,14 @@ from chains import (
 from trees import growing
 
 from engine import EngineError, Output, Report, Request, Run, mtp
-from tolerances import KERNEL_EXACT, VLLM_LOGPROB, VLLM_NEAR_TIE, VLLM_STATE, VLLM_WALK
+from tolerances import (
+    VLLM_LOGPROB,
+    VLLM_LOGPROB_OF_MOST,
+    VLLM_LOGPROB_OF_STOCK,
+    VLLM_NEAR_TIE,
+    VLLM_STATE,
+    VLLM_WALK,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -135,26 +144,39 @@ def test_texts_are_those_without_drafts(name: str, folder: str, execute: Execute
 
 
 def test_log_probabilities_are_those_of_the_same_texts_undrafted(name: str, folder: str, execute: Execute) -> None:
-    """Teacher-forced: of every token that any engine said, by one that neither drafts nor has said them."""
+    """Teacher-forced: of every token that any engine said, by one that neither drafts nor has said them.
+
+    As close to it as vLLM is with its own drafts.
+    """
     said = {}
     for one, run in runs(folder).items():
         with suppress(EngineError):  # another's failure is for its own tests
             said[one] = spoken(run, execute(run))
-    assert name in said
+    assert {name, "store_all"} <= said.keys()
+    expected = judged(said, folder, execute)
+    got = {one: list(chain(*(output.logprobs for _, output in pairs))) for one, pairs in said.items()}
+    ours, stock = (differences(expected[one], got[one]) for one in (name, "store_all"))
+    print(f"{name}: mean {fmean(ours):.4f}, largest {ours[-1]:.3f}, of {len(ours)}; store_all {fmean(stock):.4f}")
+    assert fmean(stock) <= VLLM_LOGPROB_OF_MOST
+    assert_close(expected[name], got[name], average=VLLM_LOGPROB_OF_STOCK * fmean(stock))
+
+
+Said = list[tuple[Request, Output]]
+
+
+def judged(said: dict[str, Said], folder: str, execute: Execute) -> dict[str, list[dict[int, float]]]:
+    """Return the log-probabilities of all that each engine said, from one that reads it."""
     texts = [ids.prompt + got.tokens for pairs in said.values() for ids, got in pairs]
     read = [Request(prompt=text, sampling={"max_tokens": 1, "prompt_logprobs": LOGPROBS}) for text in texts]
-    (judged,) = execute(replace(undrafted(folder), rounds=[read])).rounds
-    outputs, expected, got = iter(judged.outputs), [], []
-    judges = {one: [next(outputs) for _ in pairs] for one, pairs in said.items()}
-    for (ids, output), judge in zip(said[name], judges[name], strict=True):
-        expected += judge.prompt_logprobs[len(ids.prompt) - 1 :]
-        got += output.logprobs
-    off = differences(expected, got)
-    print(f"{name}: mean {sum(off) / len(off):.4f}, largest {off[-1]:.3f}, of {len(off)}")
-    assert_close(expected, got)
+    (served,) = execute(replace(undrafted(folder), rounds=[read])).rounds
+    outputs = iter(served.outputs)
+    places = {
+        one: [next(outputs).prompt_logprobs[len(ids.prompt) - 1 :] for ids, _ in pairs] for one, pairs in said.items()
+    }
+    return {one: list(chain(*those)) for one, those in places.items()}
 
 
-def spoken(run: Run, report: Report) -> list[tuple[Request, Output]]:
+def spoken(run: Run, report: Report) -> Said:
     """Return all requests of an engine, and what it said."""
     rounds = zip(run.rounds, report.rounds, strict=True)
     return [pair for asked, served in rounds for pair in zip(asked, served.outputs, strict=True)]
@@ -162,12 +184,19 @@ def spoken(run: Run, report: Report) -> list[tuple[Request, Output]]:
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "store_all"], indirect=True)
 def test_steps_that_only_decode_are_whole_graphs(name: str, folder: str, execute: Execute) -> None:
-    """Steps in which a prompt joins are none; and more is gained than a token a step."""
+    """Steps in which a prompt joins are none; and a step gains what vLLM's own does, or more where it verifies a tree."""
     counted = execute(runs(folder)[name]).rounds[-1].probed["counted"]
-    print(name, counted)
+    stock = [served.counters for served in execute(runs(folder)["store_all"]).rounds]
+    gained = counted["num_accepted_tokens"] / counted["num_drafts"]
+    gained_by_stock = total(stock, "spec_decode_num_accepted_tokens") / total(stock, "spec_decode_num_drafts")
+    print(name, f"{gained:.3f} a draft, store_all {gained_by_stock:.3f}", counted)
     assert counted["num_steps"] > 40
     assert counted["num_full_graph_steps"] >= counted["num_steps"] - sum(map(len, ROUNDS))
-    assert counted["num_accepted_tokens"] > 0.5 * counted["num_drafts"]
+    assert gained > (1.3 if "tree" in name else 0.9) * gained_by_stock
+
+
+def total(counters: list[dict[str, Any]], name: str) -> float:
+    return sum(counted[name] for counted in counters)
 
 
 CHECKED: dict[str, Callable[[str], Run]] = {
@@ -186,7 +215,7 @@ def test_states_are_what_the_recurrence_says(name: str, folder: str, execute: Ex
     for served in report.rounds:
         print(name, served.probed["num_checks"], served.probed["largest"])
         assert served.probed["num_checks"] > 300
-        assert 0 < served.probed["largest"] <= KERNEL_EXACT
+        assert 0 < served.probed["largest"] <= VLLM_WALK
         assert all(math.isfinite(x) for output in served.outputs for place in output.logprobs for x in place.values())
 
 
