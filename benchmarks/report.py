@@ -254,9 +254,8 @@ def _pairs_table(lines: list[dict[str, Any]]) -> str:
     title = (
         f"vLLM {environment['versions']['vllm']} engines in turn, every process its own, {shape}, "
         f"{given['utilisation']} of the memory, "
-        f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}, at "
-        f"{environment['sha'][:8]}: medians (ranges) over rounds, ratios of medians. A step"
-        " is one of all requests, where none was preempted.\n\n"
+        f"prompts of {given['prompt']} and {given['output']} tokens generated, {environment['device']}: "
+        "medians (ranges) over rounds, ratios of medians. A step is one of all requests, where none was preempted.\n\n"
     )
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in vllm_pairs.table(lines))
     headers = [entry["line"]["environment"] for entry in lines if "benchmark" in entry["line"]]

@@ -39,6 +39,9 @@ def make_engine(**options) -> Engine:
         ("hi", SamplingParams(), "must be a list; got one string"),
         ([[1]], SamplingParams(stop=["x"]), "Stop strings need a tokenizer"),
         ([[1], [2]], [SamplingParams()], "one params per prompt; got 1 for 2"),
+        ([[1]], {"max_new_tokens": 3}, r"must be a SamplingParams, or one per prompt; got \{'max_new_tokens': 3\}"),
+        ([[1]], 3, "or one per prompt; got 3"),
+        ([[1]], [None], "or one per prompt"),
     ],
 )
 def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +76,7 @@ def test_bad_requests_run_nothing(prompts, params, message: str, monkeypatch: py
         ({"temperature": float("nan")}, RequestError, "at least 0; got nan"),
         ({"max_new_tokens": 0}, RequestError, "at least 1; got 0"),
         ({"stop": "end"}, RequestError, "Wrap a single string"),
+        ({"stop": 5}, RequestError, "non-empty strings; got 5"),
         ({"stop": ["end", ""]}, RequestError, "non-empty"),
     ],
 )

@@ -25,7 +25,7 @@ def drafting(**options: Any) -> dict[str, Any]:
 REFUSED = {
     "first runner and prefixes": (
         drafting(**ON) | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        "VLLM_USE_V2_MODEL_RUNNER=1",
+        "On a CPU, where V2 wants a Triton that compiles for it, pass --no-enable-prefix-caching.",
     ),
     "bad value": (drafting(mamba_state_commit="x") | OFF, "must be one of store_all, reconstruct, ring; got 'x'"),
     "no number": (
@@ -34,8 +34,11 @@ REFUSED = {
     ),
     "first runner and trees": (
         drafting(**TREE) | OFF | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        "with draft trees needs vLLM's Model Runner V2; this configuration runs on V1. Set the environment variable "
-        "VLLM_USE_V2_MODEL_RUNNER=1",
+        "with draft trees needs vLLM's Model Runner V2; this configuration runs on V1. On a CPU",
+    ),
+    "trees with another attention": (
+        drafting(**TREE) | {"attention_backend": "FLASH_ATTN"},
+        "attention_backend is FLASH_ATTN",
     ),
     "trees that are drawn": (drafting(**TREE, draft_sample_method="probabilistic"), "Use 'greedy'"),
     "trees with longer paths than they have": (

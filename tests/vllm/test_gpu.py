@@ -231,7 +231,7 @@ def talk(folder: str, kind: str) -> Run:
     num_steps = block // GAIN + 8
     said = conversation((2 * block - 12, 2 * block - 9), 1 + GAIN * num_steps, 16, block)
     del said["arguments"]["prefix_cache_retention_interval"]
-    # All that is said first fits one step: 0.26 cuts prompts under two blocks anywhere, and its kernels round each piece by itself.
+    # The first prompts fit one step: 0.26 cuts those under two blocks anywhere, and its kernels round each piece by itself.
     said["arguments"]["max_num_batched_tokens"] = 4 * block
     accepted = [1.0] * (GAIN - 1)
     run = (

@@ -126,6 +126,13 @@ def test_other_platforms_are_refused(platform: str, monkeypatch: pytest.MonkeyPa
         refuse(config(), CHAIN)
 
 
+def test_on_a_cpu_the_second_runner_is_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU build has none that runs."""
+    monkeypatch.setattr(facts, "platform", lambda: "cpu")
+    with pytest.raises(UnsupportedError, match=r"runs on V1\. On a CPU, .* pass --no-enable-prefix-caching\."):
+        refuse(config(use_v2_model_runner=False, cache__mamba_cache_mode="align"), CHAIN)
+
+
 def test_drafts_are_needed() -> None:
     with pytest.raises(RequestError, match=r"there is no speculative config\. Pass one"):
         refuse(config(speculative_config=None), CHAIN)

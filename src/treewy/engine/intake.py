@@ -1,6 +1,6 @@
 """From a prompt and its parameters to a request, or to an error before anything has run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import NamedTuple
 
@@ -39,7 +39,12 @@ class Intake(NamedTuple):
         """
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list; got one string. Wrap it: [prompt].")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = list(params) if isinstance(params, Iterable) else [params] * len(prompts)
+        if not all(isinstance(one, SamplingParams) for one in each):
+            raise RequestError(
+                f"params must be a SamplingParams, or one per prompt; got {params!r:.80}. Write "
+                "SamplingParams(max_new_tokens=3), say."
+            )
         if len(each) != len(prompts):
             raise RequestError(
                 f"There must be one params per prompt; got {len(each)} for {len(prompts)}. Or pass just one."

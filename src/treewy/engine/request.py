@@ -1,6 +1,6 @@
 """What a caller asks for, and what it gets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -104,7 +104,11 @@ class SamplingParams:
                     f"Penalties and constraints are not supported; got {name}={getattr(self, name)!r:.80}. "
                     f"Leave {name} at {nothing!r}."
                 )
-        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
+        if (
+            isinstance(self.stop, str)
+            or not isinstance(self.stop, Iterable)
+            or any(not isinstance(text, str) or not text for text in self.stop)
+        ):
             raise RequestError(
                 f"stop must be a list of non-empty strings; got {self.stop!r}. Wrap a single string in a list."
             )

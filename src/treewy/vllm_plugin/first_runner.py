@@ -16,7 +16,7 @@ from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import clear
 from treewy.vllm_plugin.state import layers_of
-from treewy.vllm_plugin.step import Drafted, dummies
+from treewy.vllm_plugin.step import Drafted, dummies, sent
 
 
 class Places:
@@ -160,7 +160,7 @@ def _clear_unwritten(vllm: ModuleType, runner: Any, drafted: Drafted) -> None:
     layers, pages = layers_of(runner.vllm_config), {}
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         table = batch.block_table[number].get_device_tensor(int(rows[-1]) + 1)
-        pages |= dict.fromkeys(group.layer_names, table[torch.from_numpy(rows).to(table.device), 0])
+        pages |= dict.fromkeys(group.layer_names, table[sent(rows, table.device), 0])
     clear(vllm, layers, [pages[layer.prefix] for layer in layers])
 
 
@@ -168,6 +168,6 @@ def _accepted(of_place: Int[Tensor, "R"], drafted: Drafted, count: int) -> Int[T
     """Return the rows that each request of a batch accepted in its last step, 1 where it verified none."""
     accepted = torch.ones(count, dtype=torch.int32, device=of_place.device)
     if len(drafted.requests):
-        rows, places = (torch.from_numpy(part).to(of_place.device).long() for part in (drafted.batch, drafted.requests))
+        rows, places = (sent(part, of_place.device).long() for part in (drafted.batch, drafted.requests))
         accepted[rows] = of_place[places]
     return accepted

@@ -94,9 +94,11 @@ def _check_runner(facts: Facts, options: Options) -> None:
             if options.widths is not None
             else (f"prefix caching (mamba_cache_mode {facts.cache_mode!r})", "pass --no-enable-prefix-caching")
         )
+        remedy = f"Set the environment variable VLLM_USE_V2_MODEL_RUNNER=1, or {instead}."
+        if facts.platform == "cpu":
+            remedy = f"On a CPU, where V2 wants a Triton that compiles for it, {instead}."
         raise UnsupportedError(
-            f"{COMMIT} {options.commit!r} with {what} needs vLLM's Model Runner V2; this configuration runs on V1. Set the "
-            f"environment variable VLLM_USE_V2_MODEL_RUNNER=1, or {instead}."
+            f"{COMMIT} {options.commit!r} with {what} needs vLLM's Model Runner V2; this configuration runs on V1. {remedy}"
         )
 
 

@@ -8,7 +8,7 @@ from treewy.vllm_plugin.options import WIDTHS, Options, num_drafts
 from treewy.vllm_plugin.synthetic import SYNTHETIC, depth_rates
 
 # The attention backend of plugins, by vLLM's name.
-CUSTOM = "CUSTOM"
+CUSTOM, ON_CPU = "CUSTOM", "CPU_ATTN"
 
 
 def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
@@ -24,8 +24,9 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
             synthetic acceptance is of longer paths than the tree's.
         UnsupportedError: another attention backend was chosen.
     """
+    _check_attention(vllm_config.attention_config)
     if compat.platform() == "cuda":
-        _take_attention(vllm_config)
+        _take_attention(vllm_config.attention_config)
     speculative = vllm_config.speculative_config
     if speculative.rejection_sample_method == SYNTHETIC:
         depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
@@ -48,10 +49,9 @@ def capture_sizes(largest: int, step_rows: int) -> list[int]:
     return sorted(count * step_rows for count in counts if count <= largest)
 
 
-def _take_attention(vllm_config: Any) -> None:
-    vllm, attention = compat.names(), vllm_config.attention_config
+def _check_attention(attention: Any) -> None:
     given = attention.backend
-    if given is not None and given.name != CUSTOM:
+    if given is not None and given.name not in (CUSTOM, ON_CPU):
         raise UnsupportedError(
             f"Attention over trees is a backend of its own; attention_backend is {given.name}. Leave it out, or leave {WIDTHS} "
             "out."
@@ -61,6 +61,10 @@ def _take_attention(vllm_config: Any) -> None:
             "Attention over trees is one backend for all layers; backend_per_kind of the attention config is "
             f"{attention.backend_per_kind}. Leave it out, or leave {WIDTHS} out."
         )
+
+
+def _take_attention(attention: Any) -> None:
+    vllm = compat.names()
     tree_attention.register(vllm, on_cpu=False)
     attention.backend = vllm.AttentionBackendEnum.CUSTOM
 

@@ -15,7 +15,7 @@ from treewy.ops import accept
 from treewy.ops import tree as trees
 from treewy.packed import TreeTables
 from treewy.shapes import Float, Int, Tensor
-from treewy.vllm_plugin.step import Step
+from treewy.vllm_plugin.step import Step, sent
 from treewy.vllm_plugin.synthetic import SYNTHETIC, Synthetic, depth_rates
 from treewy.vllm_plugin.trees import Trees
 
@@ -157,7 +157,7 @@ def sampler_class(vllm: ModuleType) -> type:
             parents = np.concatenate([shape[:size] for size in sizes])
             device = batch.cu_num_logits.device
             return trees.tables(
-                torch.from_numpy(parents).to(device, non_blocking=True),
+                sent(parents, device),
                 batch.cu_num_logits.to(torch.int32),
                 max_rows=len(shape),
                 backend=_backend(batch.cu_num_logits),

@@ -14,7 +14,7 @@ import torch
 from treewy.packed import PathTables, TreeTables
 from treewy.shapes import Int, Tensor
 from treewy.tree import DraftTree
-from treewy.vllm_plugin.step import Drafted, Tables
+from treewy.vllm_plugin.step import Drafted, Tables, sent
 
 
 class Attended(NamedTuple):
@@ -99,9 +99,9 @@ class Trees:
         else:
             starts = np.asarray(batch.query_start_loc_np)[drafted.batch]
             within = np.arange(drafted.num_rows) - np.repeat(np.cumsum(drafted.sizes) - drafted.sizes, drafted.sizes)
-            self._rows = _sent(np.repeat(starts, drafted.sizes) + within, device)
-            self.batch = _sent(drafted.batch.astype(np.int64), device)
-            self._starts = _sent(starts.astype(np.int32), device)
+            self._rows = sent(np.repeat(starts, drafted.sizes) + within, device)
+            self.batch = sent(drafted.batch.astype(np.int64), device)
+            self._starts = sent(starts.astype(np.int32), device)
             ends = batch.seq_lens[self.batch]
         sizes = tables.tree.cu_rows[1:] - tables.tree.cu_rows[:-1]
         torch.sub(ends, sizes, out=lengths).clamp_(min=0)
@@ -158,7 +158,7 @@ class Trees:
         if self._rows is None and (drafted.sizes == self.tree.num_rows).all():
             return self._full_shift[: drafted.num_rows]
         within = np.concatenate([self._shift[:size] for size in drafted.sizes] or [self._shift[:0]])
-        return _sent(within, self._full_shift.device)
+        return sent(within, self._full_shift.device)
 
     def _add(self, positions: Tensor, shift: Tensor) -> None:
         if not len(shift):
@@ -167,8 +167,3 @@ class Trees:
             positions[..., : len(shift)] += shift
         else:
             positions.index_add_(-1, self._rows, shift.to(positions.dtype).expand(*positions.shape[:-1], -1))
-
-
-def _sent(table: np.ndarray, device: torch.device) -> Tensor:
-    """Copy a table to the device without waiting for it: the driver stages what is not pinned before the call returns."""
-    return torch.from_numpy(table).to(device, non_blocking=True)
