@@ -45,6 +45,7 @@ class Request:
         aborts: The engine step before which it is aborted, if any.
         continues: An earlier round and the place of a request there, whose prompt and output come before this prompt.
         keeps: How many tokens of that output come, if not all.
+        priority: Where an engine is scheduled by it: lower ones go first.
     """
 
     prompt: list[int] | str
@@ -53,6 +54,7 @@ class Request:
     aborts: int | None = None
     continues: tuple[int, int] | None = None
     keeps: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

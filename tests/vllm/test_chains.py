@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from chains import DRAFTS, POLICIES, assert_alike, drafting, greedy, prompt
@@ -38,6 +38,12 @@ JOINING = [
     greedy(prompt(5, 9), 32),
     greedy(prompt(22, 40), 16, joins=8),
     greedy(prompt(23, 33), 16, joins=9),
+]
+# The first two outgrow the blocks within eight steps, and the second gives way.
+URGENT = [
+    greedy(prompt(1, 240), 60),
+    greedy(prompt(2, 236), 40, priority=5),
+    greedy(prompt(3, 20), 12, priority=1, joins=10),
 ]
 
 
@@ -86,7 +92,7 @@ def main(folder: str, commit: str) -> Run:
 
 def undrafted(folder: str) -> Run:
     """The judge: nothing drafted, blocks and tokens of a step in plenty, another model runner."""
-    return Run(model=folder, rounds=[TEXT_REQUESTS, LONG_REQUESTS, PIECES, JOINING])
+    return Run(model=folder, rounds=[TEXT_REQUESTS, LONG_REQUESTS, PIECES, JOINING, URGENT])
 
 
 def stock(folder: str) -> Run:
@@ -306,10 +312,24 @@ def test_the_first_runner(commit: str, model: Model, execute: Execute) -> None:
         assert served.probed["num_checks"] > 10
         assert served.probed["largest"] <= KERNEL_EXACT
     alone = [served.outputs[0] for served in rounds[1:3]]
-    for expected, got in zip(judge.rounds[1:], (rounds[0].outputs, alone, rounds[3].outputs), strict=True):
+    for expected, got in zip(judge.rounds[1:4], (rounds[0].outputs, alone, rounds[3].outputs), strict=True):
         assert_alike(expected.outputs, got)
     counters = rounds[0].counters
     assert counters["spec_decode_num_accepted_tokens"] > 0.1 * counters["spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_who_goes_first_takes_the_place_of_who_waits(
+    runner: Literal["v1", "v2"], model: Model, execute: Execute
+) -> None:
+    """Of two requests one loses its blocks, and while it waits a more urgent third one runs in its place."""
+    folder = model("dense")
+    arguments = {"max_num_seqs": 2, "num_gpu_blocks_override": 8, "scheduling_policy": "priority"}
+    run = replace(drafting(folder, "reconstruct", rounds=[URGENT], arguments=arguments), runner=runner)
+    (served,) = execute(run).rounds
+    assert served.counters["num_preemptions"] > 0
+    assert served.probed["largest"] <= KERNEL_EXACT
+    assert_alike(execute(undrafted(folder)).rounds[4].outputs, served.outputs)
 
 
 def test_what_the_first_runner_cannot_is_refused_by_name(model: Model, execute: Execute) -> None:

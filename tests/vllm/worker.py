@@ -81,7 +81,7 @@ def serve(llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[l
     while engine.has_unfinished_requests() or any(request["joins"] >= steps for request in requests):
         for name, request, prompt in zip(names, requests, prompts, strict=True):
             if request["joins"] == steps:
-                add(llm, name, prompt, request["sampling"])
+                add(llm, name, prompt, request)
             if request["aborts"] == steps:
                 engine.abort_request([name])
                 last[name]["reason"] = "abort"
@@ -98,16 +98,19 @@ def serve(llm: Any, number: int, requests: list[dict[str, Any]], prompts: list[l
     return {"outputs": outputs, "counters": moved, "steps": steps, "seconds": seconds, "probed": probed}
 
 
-def add(llm: Any, name: str, prompt: list[int], asked: dict[str, Any]) -> None:
+def add(llm: Any, name: str, prompt: list[int], request: dict[str, Any]) -> None:
     """Add one request, under a name."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     detokenize = not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
-    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": detokenize} | asked
+    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": detokenize} | request[
+        "sampling"
+    ]
     if "structured_outputs" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling))
+    priority = request["priority"]
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling), priority=priority)
 
 
 def note(entry: dict[str, Any], output: Any) -> None:

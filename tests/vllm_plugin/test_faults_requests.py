@@ -14,7 +14,7 @@ from treewy.vllm_plugin.first_runner import Places
 from treewy.vllm_plugin.state import model_state_class
 from vllm_plugin.fakes import ModelState, compat
 from vllm_plugin.rows import LAYERS
-from vllm_plugin.test_first_runner import Shared, engine, step
+from vllm_plugin.test_first_runner import Shared, engine, finish, step
 from vllm_plugin.test_state import NAMES, Worker
 
 SLOTS = 8
@@ -29,7 +29,7 @@ def test_places_of_a_thousand_requests() -> None:
             known[f"request {number}"] = draw.random() < 0.8
         for name, runs in known.items():
             if runs:
-                shared.step.keeps[places.take(name)] = True
+                shared.step.keeps[places.take(name, known)] = True
         if known and draw.random() < 0.5:
             name = draw.choice([*known])
             if draw.random() < 0.5:
@@ -170,3 +170,11 @@ def test_the_first_runner_and_prompts_of_one_token(monkeypatch: pytest.MonkeyPat
     runner.batch({"a": 3}, a=(5, 2, 6))
     step(runner, {"a": 4})
     assert len(cleared) == 1
+    # The name of one that has just ended: nothing of that is kept.
+    finish(runner, 4)
+    assert shared.memory.lengths.sum() == 4
+    runner.batch({}, a=(1, 0, 0))
+    runner.input_batch.block_table = [SimpleNamespace(get_device_tensor=lambda count, t=t: t[:count]) for t in tables]
+    step(runner, {"a": 1})
+    assert shared.memory.lengths.sum() == 0
+    assert shared.step.num_accepted.tolist() == [1]

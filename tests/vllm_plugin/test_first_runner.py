@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from treewy.errors import UnsupportedError
+from treewy.errors import CapacityError, UnsupportedError
 from treewy.vllm_plugin import first_runner
 from treewy.vllm_plugin.memory import Memory
 from treewy.vllm_plugin.step import Step
@@ -103,6 +103,14 @@ def sampled(*counts):
     return torch.tensor([[7] * count + [-1] * (4 - count) for count in counts])
 
 
+def finish(runner, *counts, preempted=(), scheduled=()):
+    """End a step of which requests gained so many tokens, and for which others lost their blocks."""
+    scheduler_output = SimpleNamespace(
+        preempted_req_ids=set(preempted), num_scheduled_tokens=dict.fromkeys(scheduled, 1)
+    )
+    runner._update_states_after_model_execute(sampled(*counts), scheduler_output)
+
+
 def test_who_decodes_and_what_is_kept():
     """Fault D03: rows and counts go by name, in whatever order the batch is."""
     shared, runner = engine()
@@ -113,7 +121,7 @@ def test_who_decodes_and_what_is_kept():
     assert shared.step.drafted.sizes.tolist() == [4, 1]
     assert shared.step.num_accepted is not None
     assert shared.step.num_accepted.tolist() == [1, 1, 1, 1]
-    runner._update_states_after_model_execute(sampled(3, 1, 1, 1), None)
+    finish(runner, 3, 1, 1, 1)
     places = dict(zip(("a", "c"), shared.step.drafted.requests.tolist(), strict=True))
     assert shared.memory.lengths[[places["a"], places["c"]]].tolist() == [3, 1]
 
@@ -122,7 +130,7 @@ def test_who_decodes_and_what_is_kept():
     step(runner, {"b": 4, "c": 1, "a": 4})
     assert shared.step.num_accepted.tolist() == [1, 1, 3]
     assert shared.step.drafted.requests.tolist()[1:] == [places["c"], places["a"]]
-    runner._update_states_after_model_execute(sampled(2, 1, 4), None)
+    finish(runner, 2, 1, 4)
     assert shared.memory.lengths[places["a"]] == 7
 
 
@@ -131,19 +139,62 @@ def test_places_of_requests_that_ended_or_began_again():
     shared, runner = engine()
     runner.batch({"a": 3, "b": 3}, a=(5, 1, 5), b=(5, 1, 5))
     step(runner, {"a": 4, "b": 4})
-    runner._update_states_after_model_execute(sampled(4, 4), None)
+    finish(runner, 4, 4)
     first = shared.step.drafted.requests.tolist()
     # a ended; b was preempted and computes everything again: neither keeps anything.
     runner.batch({}, b=(5, 5, 0))
     step(runner, {"b": 10}, use_spec_decode=False)
     assert shared.memory.lengths.tolist() == [0] * 8
     assert len(shared.step.drafted.requests) == 0
-    runner._update_states_after_model_execute(sampled(1), None)
+    finish(runner, 1)
     runner.batch({"b": 3, "e": 3}, b=(5, 6, 10), e=(5, 1, 5))
     step(runner, {"b": 4, "e": 4})
     assert shared.step.num_accepted is not None
     assert shared.step.num_accepted.tolist() == [1, 1]
     assert sorted(shared.step.drafted.requests.tolist()) == sorted(first)
+
+
+def test_places_of_who_lost_its_blocks():
+    """It is known to the engine as long as it waits, and another that goes first needs its place."""
+    shared, runner = engine()
+    running = dict.fromkeys("abcdefgh", (5, 1, 5))
+    runner.batch(dict.fromkeys(running, 3), **running)
+    step(runner, dict.fromkeys(running, 4))
+    finish(runner, *[4] * 8)
+    place = shared.step.drafted.requests.tolist()[2]
+    left = dict.fromkeys("abdefgh", (5, 5, 9))
+    runner.batch(dict.fromkeys(left, 3), **left)
+    runner.requests["c"] = SimpleNamespace(num_tokens=10)
+    step(runner, dict.fromkeys(left, 4))
+    finish(runner, *[1] * 7, preempted="ca", scheduled=left)  # a began again in the same step
+    assert shared.memory.lengths.tolist() == [0 if at == place else 5 for at in range(8)]
+    runner.batch({"i": 3}, i=(5, 1, 5))
+    runner.requests |= {name: SimpleNamespace(num_tokens=11) for name in "abcdefgh"}
+    step(runner, {"i": 4})
+    assert shared.step.drafted.requests.tolist() == [place]
+
+
+@pytest.mark.parametrize(("outside", "known"), [("h", True), ("gh", False), ("fg", True)])
+def test_who_lost_its_blocks_unsaid(outside, known):
+    """In a step that computed nothing: it is found where nobody else is outside, and guessed nowhere."""
+    shared, runner = engine()
+    running = dict.fromkeys("abcdefgh", (5, 1, 5))
+    runner.batch(dict.fromkeys(running, 3), **running)
+    step(runner, dict.fromkeys(running, 4))
+    places = dict(zip(running, shared.step.drafted.requests.tolist(), strict=True))
+    finish(runner, *[4] * 8)
+    new = {"i": (5, 1, 5)} | {name: (5, 5, 9) for name in running if name not in outside}
+    if "h" in new:
+        new["h"] = (5, 5, 0)  # begins again in this very step: its place is free
+    runner.batch(dict.fromkeys(new, 3), **new)
+    runner.requests |= {name: SimpleNamespace(num_tokens=10) for name in outside}
+    if known:
+        step(runner, dict.fromkeys(new, 4))
+        assert shared.step.drafted.requests.tolist()[0] == places["h"]
+        assert shared.step.num_accepted.tolist()[0] == 1
+    else:
+        with pytest.raises(CapacityError, match=r"all 8 are held, and of the 2 holders .* Use vLLM's Model Runner V2"):
+            step(runner, dict.fromkeys(new, 4))
 
 
 def test_one_token_of_a_prompt_that_more_will_follow():
@@ -175,11 +226,11 @@ def test_full_graphs_have_inert_sequences():
     assert tables.tree.cu_rows.tolist() == [0, 4, 4]
     assert shared.step.num_accepted is not None
     assert shared.step.num_accepted.tolist() == [1, 1]
-    runner._update_states_after_model_execute(sampled(3), None)
+    finish(runner, 3)
     assert shared.step.counts.read()[:2] == (1, 1)
     runner.batch({"a": 3}, a=(5, 4, 8))
     step(runner, {"a": 4})
-    runner._update_states_after_model_execute(sampled(1), None)
+    finish(runner, 1)
     assert shared.step.counts.read()[:2] == (2, 1)
 
 

@@ -98,6 +98,32 @@ def test_the_same_option_twice() -> None:
         moved(tree | {"draft_tree_widths": (2, 2)}, {"treewy": {"draft_tree_widths": [2, 3]}})
 
 
+def test_the_same_option_in_two_spellings() -> None:
+    """vLLM takes dashes for underscores, and would take the last one."""
+    ours = {"mamba-state-commit": "ring", "mamba_state_commit": "ring"}
+    assert moved(ours).additional_config == {"treewy": {"mamba_state_commit": "ring"}}
+    with pytest.raises(
+        RequestError, match=r"mamba_state_commit twice, with dashes .*: 'ring' and 'reconstruct'\. Drop"
+    ):
+        moved(ours | {"mamba_state_commit": "reconstruct"})
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [("check_every", True, 1), ("ring_capacity", 8.0, 8), ("draft_tree_widths", [2.0, 2], [2, 2])],
+)
+def test_a_bad_value_does_not_hide_behind_a_good_one(key: str, bad: Any, good: Any) -> None:
+    ours = {"mamba_state_commit": "ring", "num_speculative_tokens": 6}
+    for one, other in ((bad, good), (good, bad)):
+        with pytest.raises(RequestError, match="given once, or twice alike"):
+            moved(ours | {key: one}, {"treewy": {key: other}})
+
+
+def test_keys_that_are_no_names_are_left_to_vllm() -> None:
+    assert moved({3: "x"}).speculative_config == {3: "x"}
+    assert moved({3: "x", "mamba_state_commit": "ring"}).speculative_config == {3: "x"}
+
+
 @pytest.mark.parametrize(
     ("additional", "message"),
     [

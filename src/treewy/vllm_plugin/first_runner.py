@@ -6,12 +6,14 @@ chooses an engine's graphs is told what is in its batch.
 """
 
 import inspect
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from treewy.errors import CapacityError
 from treewy.shapes import Int, Tensor
 from treewy.vllm_plugin.announcement import announce
 from treewy.vllm_plugin.flush import clear
@@ -31,17 +33,52 @@ class Places:
         for name in [name for name in self._of if name not in known]:
             self.forget(name)
 
+    def leave(self, scheduled: Any) -> None:
+        """Free the places of requests that a step took the blocks from: the engine knows them, and others run meanwhile.
+
+        Who is scheduled all the same has begun again.
+        """
+        for name in scheduled.preempted_req_ids or ():
+            if name not in scheduled.num_scheduled_tokens:
+                self.forget(name)
+
     def forget(self, name: str) -> None:
         """Drop what a request keeps, if it keeps anything: it ended, or begins again from its prompt."""
         if name in self._of:
             self.shared.forget(self._of.pop(name))
 
-    def take(self, name: str) -> int:
-        """Return a request's place, a free one if it had none."""
+    def take(self, name: str, batch: Collection[str]) -> int:
+        """Return a request's place, a free one if it had none.
+
+        Args:
+            name: The request's.
+            batch: Names of the step's requests.
+
+        Raises:
+            CapacityError: nobody can tell whose place is free.
+        """
         if name not in self._of:
+            num_places = self.shared.memory.sizes.num_requests
+            if len(self._of) == num_places:
+                self.forget(self._preempted(batch))
             taken = set(self._of.values())
-            self._of[name] = next(place for place in range(self.shared.memory.sizes.num_requests) if place not in taken)
+            self._of[name] = next(place for place in range(num_places) if place not in taken)
         return self._of[name]
+
+    def _preempted(self, batch: Collection[str]) -> str:
+        """Return who lost its blocks in a step that computed nothing, of which vLLM's runner hears nothing.
+
+        No more requests run than there are places, so at least one of those outside the batch does not; who else is outside
+        waits for its turn and still needs what it keeps.
+        """
+        outside = [name for name in self._of if name not in batch]
+        if len(outside) != 1:
+            raise CapacityError(
+                f"A request that decodes must have a place for its rows; all {len(self._of)} are held, and of the "
+                f"{len(outside)} holders outside this step any may have been preempted. Use vLLM's Model Runner V2, or raise "
+                "max_num_batched_tokens, so that all requests that run fit one step."
+            )
+        return outside[0]
 
 
 def wrap(vllm: ModuleType, shared: Any) -> None:
@@ -57,7 +94,7 @@ def wrap(vllm: ModuleType, shared: Any) -> None:
     if hasattr(build, "treewy"):
         build.treewy[:] = [shared, places]  # another engine in this process: the one before is gone
         return
-    signature, current = inspect.signature(build), [shared, places]
+    signature, updated, current = inspect.signature(build), inspect.signature(update), [shared, places]
 
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked, (now, of_requests) = signature.bind(self, *args, **kwargs), current
@@ -66,8 +103,10 @@ def wrap(vllm: ModuleType, shared: Any) -> None:
         return build(self, *args, **kwargs)
 
     def update_states_after_model_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked, (now, of_requests) = updated.bind(self, *args, **kwargs), current
         result = update(self, *args, **kwargs)
-        current[0].finish(self.num_accepted_tokens.gpu)
+        now.finish(self.num_accepted_tokens.gpu)
+        of_requests.leave(asked.arguments["scheduler_output"])
         return result
 
     build_attention_metadata.treewy = current
@@ -139,15 +178,16 @@ def drafted_requests(
     batch, requests = runner.input_batch, runner.requests
     places.drop(requests)
     drafts = runner.num_decode_draft_tokens.np[:count] if use_spec_decode else np.full(count, -1)
-    chosen, taken, sizes = [], [], []
+    chosen, sizes = [], []
     for at, name in enumerate(batch.req_ids[:count]):
         size, computed = scheduled[name], int(batch.num_computed_tokens_cpu[at])
-        if computed + 1 >= requests[name].num_tokens and size == 1 + max(int(drafts[at]), 0):
-            chosen.append(at)
-            taken.append(places.take(name))
-            sizes.append(size)
-        else:
+        decodes = computed + 1 >= requests[name].num_tokens and size == 1 + max(int(drafts[at]), 0)
+        if not decodes or computed == 0:  # it begins, perhaps by the name of one that has just ended
             places.forget(name)
+        if decodes:
+            chosen.append(at)
+            sizes.append(size)
+    taken = [places.take(batch.req_ids[at], scheduled) for at in chosen]  # once all that are free are known
     return Drafted(np.array(chosen, np.int64), np.array(taken, np.int32), np.array(sizes, np.int32))
 
 

@@ -42,8 +42,7 @@ def move_options(arguments: Any) -> None:
     speculative = arguments.speculative_config
     if not isinstance(speculative, Mapping):
         return
-    # vLLM takes dashes for underscores here.
-    ours = {name: value for key, value in speculative.items() if (name := key.replace("-", "_")) in KEYS}
+    ours = _given_once(speculative)
     if not ours:
         return
     additional = {} if arguments.additional_config is None else arguments.additional_config
@@ -55,10 +54,29 @@ def move_options(arguments: Any) -> None:
     section = {} if section is None else section
     _check_agreement(ours, section)
     moved = {**additional, SECTION: {**section, **ours}}
-    rest = {key: value for key, value in speculative.items() if key.replace("-", "_") not in KEYS}
-    drafts = next((value for key, value in rest.items() if key.replace("-", "_") == DRAFTS), arguments.spec_tokens)
+    rest = {key: value for key, value in speculative.items() if _name(key) not in KEYS}
+    drafts = next((value for key, value in rest.items() if _name(key) == DRAFTS), arguments.spec_tokens)
     check_tree_size(parse(moved), drafts)
     arguments.speculative_config, arguments.additional_config = rest, moved
+
+
+def _name(key: Any) -> Any:
+    """Return a key of the speculative configuration as vLLM takes it: dashes for underscores."""
+    return key.replace("-", "_") if isinstance(key, str) else key
+
+
+def _given_once(speculative: Mapping[Any, Any]) -> dict[str, Any]:
+    ours: dict[str, Any] = {}
+    for key, value in speculative.items():
+        name = _name(key)
+        if name in ours and not _alike(ours[name], value):
+            raise RequestError(
+                f"An option must be given once, or twice alike; the speculative config has {name} twice, with dashes and with "
+                f"underscores: {ours[name]!r:.80} and {value!r:.80}. Drop one."
+            )
+        if name in KEYS:
+            ours[name] = value
+    return ours
 
 
 def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:
@@ -68,15 +86,20 @@ def _check_agreement(ours: Mapping[str, Any], section: Any) -> None:
             "speculative config has options already."
         )
     for key, value in ours.items():
-        if key in section and _as_json(section[key]) != _as_json(value):
+        if key in section and not _alike(section[key], value):
             raise RequestError(
                 f"An option must be given once, or twice alike; {key} is {value!r:.80} in the speculative config and "
                 f"{section[key]!r:.80} in additional_config[{SECTION!r}]. Drop one."
             )
 
 
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _alike(value: Any, other: Any) -> bool:
+    """Return whether two values are one as JSON, where 1 is not true, nor 1.0, and a tuple is a list."""
+    return _as_json(value) == _as_json(other)
+
+
+def _as_json(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _taking_options(create: Callable) -> Callable:
