@@ -268,6 +268,10 @@ class TestMalformed:
         with pytest.raises(TreeError, match="level 1 has"):
             unhooked.DraftTree.from_widths([width])
 
+    def test_widths_must_be_a_list(self, unhooked):
+        with pytest.raises(TreeError, match=r"must be a list, one per level; got 3\. Write \[3, 3\]"):
+            unhooked.DraftTree.from_widths(3)
+
     def test_a_chain_is_never_negative(self):
         with pytest.raises(TreeError, match="got -1"):
             DraftTree.chain(-1)

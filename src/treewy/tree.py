@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, SupportsIndex
 
@@ -59,6 +59,8 @@ class DraftTree:
     @classmethod
     def from_widths(cls, widths: Sequence[int]) -> DraftTree:
         """Return the breadth-first tree in which every row of level d has `widths[d]` children."""
+        if not isinstance(widths, Iterable):
+            raise TreeError(f"Widths of a tree must be a list, one per level; got {widths!r:.80}. Write [3, 3], say.")
         parents, level = [-1], [0]
         for depth, width in enumerate(widths):
             if not isinstance(width, (int, np.integer)) or isinstance(width, bool) or width < 1:

@@ -95,7 +95,7 @@ def test_the_table_of_the_readme(monkeypatch, tmp_path):
     (results / "pairs-h200.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     table = report.tables()
     assert "The processes were `python benchmarks/vllm_engine.py --x` at 01234567.\n" in table
-    assert "0.6 of the memory, prompts of 1024 and 168 tokens generated, a GPU, at 01234567" in table
+    assert "0.6 of the memory, prompts of 1024 and 168 tokens generated, a GPU: medians" in table
     assert "| reconstruct | 256 | 1 | 2,000 (2,000-2,000) | 2.00 |  | 2,000 (2,000-2,000) | 2.00 |  | 0 |" in table
 
 

@@ -25,7 +25,7 @@ def drafting(**options: Any) -> dict[str, Any]:
 REFUSED = {
     "first runner and prefixes": (
         drafting(**ON) | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        "On a CPU, where V2 wants a Triton that compiles for it, pass --no-enable-prefix-caching.",
+        "On a CPU, where V2 wants a Triton that compiles for it, pass --no-enable-prefix-caching",
     ),
     "bad value": (drafting(mamba_state_commit="x") | OFF, "must be one of store_all, reconstruct, ring; got 'x'"),
     "no number": (

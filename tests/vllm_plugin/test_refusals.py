@@ -129,7 +129,9 @@ def test_other_platforms_are_refused(platform: str, monkeypatch: pytest.MonkeyPa
 def test_on_a_cpu_the_second_runner_is_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU build has none that runs."""
     monkeypatch.setattr(facts, "platform", lambda: "cpu")
-    with pytest.raises(UnsupportedError, match=r"runs on V1\. On a CPU, .* pass --no-enable-prefix-caching\."):
+    with pytest.raises(
+        UnsupportedError, match=r"runs on V1\. On a CPU, .* pass --no-.*caching \(in Python .*=False\)\."
+    ):
         refuse(config(use_v2_model_runner=False, cache__mamba_cache_mode="align"), CHAIN)
 
 

@@ -20,7 +20,7 @@ class Generate:
     """Decode a prompt with a draft tree per step: same tokens as without (at a temperature: same law), fewer steps."""
 
     prompt: Annotated[Positional[str | None], arg(metavar="PROMPT")] = None
-    """Text to continue, in quotes. Left out: standard input if it is piped (less one final newline), else a short
+    """Text to continue, in quotes. Left out: standard input if something is piped (less one final newline), else a short
     demonstration."""
     model: Annotated[str | None, arg(metavar="DIR_OR_HUB_ID")] = None
     """Checkpoint folder or hub id. Left out: the small trained checkpoint that ships with treewy."""

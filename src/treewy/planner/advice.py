@@ -43,7 +43,7 @@ def _recommend(memory: PerSequence, fits: dict[str, int], rows: int, requests: i
             "take a larger GPU, or a quantised checkpoint."
         )
     if rows == 1:
-        return f"Nothing is drafted: {_requests(none)} fit. Commit policies differ in what they keep of drafts only."
+        return f"Nothing is drafted: {_requests(none)} fit, as under none; what the policies add is for the one row of a step."
     if reconstruct == 0:
         return f"Not one request of this context fits while drafting ({_requests(none)} without drafts). Shorten the context."
     if requests is not None and store_all >= requests:

@@ -92,7 +92,10 @@ def _check_runner(facts: Facts, options: Options) -> None:
         what, instead = (
             ("draft trees", "draft a chain, without prefix caching")
             if options.widths is not None
-            else (f"prefix caching (mamba_cache_mode {facts.cache_mode!r})", "pass --no-enable-prefix-caching")
+            else (
+                f"prefix caching (mamba_cache_mode {facts.cache_mode!r})",
+                "pass --no-enable-prefix-caching (in Python enable_prefix_caching=False)",
+            )
         )
         remedy = f"Set the environment variable VLLM_USE_V2_MODEL_RUNNER=1, or {instead}."
         if facts.platform == "cpu":
