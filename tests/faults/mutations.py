@@ -56,9 +56,11 @@ def mutated(mutation: Mutation) -> str:
 
 
 def run_mutated(mutation: Mutation, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Copy source and tests to `folder`, change the line there, and run the test that must see it."""
+    """Copy source, tests and pages to `folder`, change the line there, and run the test that must see it."""
     shutil.copytree(ROOT / SOURCE, folder / SOURCE, ignore=shutil.ignore_patterns("__pycache__", "assets"))
     shutil.copytree(TESTS, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("docs", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / SOURCE / "assets").symlink_to(ROOT / SOURCE / "assets")
     (folder / SOURCE / mutation.file).write_text(mutated(mutation))
