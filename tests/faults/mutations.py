@@ -57,22 +57,32 @@ def mutated(mutation: Mutation) -> str:
 
 def run_mutated(mutation: Mutation, folder: Path) -> subprocess.CompletedProcess[str]:
     """Copy source, tests and pages to `folder`, change the line there, and run the test that must see it."""
+    copy(folder)
+    (folder / SOURCE / mutation.file).write_text(mutated(mutation))
+    return run(folder, "--tb=line", mutation.caught_by)
+
+
+def copy(folder: Path) -> None:
+    """Copy source and tests to `folder`, and lay what tests only read beside them."""
     shutil.copytree(ROOT / SOURCE, folder / SOURCE, ignore=shutil.ignore_patterns("__pycache__", "assets"))
     shutil.copytree(TESTS, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("docs", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / SOURCE / "assets").symlink_to(ROOT / SOURCE / "assets")
-    (folder / SOURCE / mutation.file).write_text(mutated(mutation))
+
+
+def run(folder: Path, option: str, *tests: str) -> subprocess.CompletedProcess[str]:
+    """Run tests of a copy, up to the first that fails."""
     # The copy comes before an installed package; no compiled file of one source is taken for that of another.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {
         "PYTHONPATH": os.pathsep.join([str(folder / "src"), str(folder / "tests")]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-x", "-q", "--color=no", "--tb=line", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "--color=no", option, "-p", "no:cacheprovider"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"tests/{mutation.caught_by}"],
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
         capture_output=True,
         text=True,
         env=environment,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.mutations import MUTATIONS, run_mutated
+from faults.mutations import MUTATIONS, copy, run, run_mutated
 
 # One per room, all quick.
 SAMPLE = (
@@ -28,6 +28,13 @@ SAMPLE = (
     "E02 vllm",
 )
 CHOSEN = {"": SAMPLE, "all": tuple(MUTATIONS)}[os.environ.get("TREEWY_MUTATIONS", "")]
+
+
+def test_whatever_must_see_a_fault_can_be_run(tmp_path: Path) -> None:
+    """All of it, also what is not run each time: a copy has what its tests import and read."""
+    copy(tmp_path)
+    result = run(tmp_path, "--collect-only", *{mutation.caught_by for mutation in MUTATIONS.values()})
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-4000:]}{result.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("label", CHOSEN)
