@@ -25,7 +25,8 @@ def drafting(**options: Any) -> dict[str, Any]:
 REFUSED = {
     "first runner and prefixes": (
         drafting(**ON) | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        "On a CPU, where V2 wants a Triton that compiles for it, pass --no-enable-prefix-caching",
+        "On a CPU, where V2 wants a Triton that compiles for it, pass --no-enable-prefix-caching (in Python "
+        "enable_prefix_caching=False).",
     ),
     "bad value": (drafting(mamba_state_commit="x") | OFF, "must be one of store_all, reconstruct, ring; got 'x'"),
     "no number": (
@@ -34,7 +35,8 @@ REFUSED = {
     ),
     "first runner and trees": (
         drafting(**TREE) | OFF | {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        "with draft trees needs vLLM's Model Runner V2; this configuration runs on V1. On a CPU",
+        "with draft trees needs vLLM's Model Runner V2; this configuration runs on V1. On a CPU, where V2 wants "
+        "a Triton that compiles for it, draft a chain, without prefix caching.",
     ),
     "trees with another attention": (
         drafting(**TREE) | {"attention_backend": "FLASH_ATTN"},

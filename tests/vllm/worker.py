@@ -104,9 +104,8 @@ def add(llm: Any, name: str, prompt: list[int], request: dict[str, Any]) -> None
     from vllm.sampling_params import StructuredOutputsParams
 
     detokenize = not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
-    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": detokenize} | request[
-        "sampling"
-    ]
+    defaults = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": detokenize}
+    sampling = defaults | request["sampling"]
     if "structured_outputs" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
     priority = request["priority"]

@@ -160,7 +160,8 @@ def test_the_first_runner_and_prompts_of_one_token(monkeypatch: pytest.MonkeyPat
     # Decodes; a tail with placeholders; one of two tokens; a prompt of one token with placeholders; one that more will follow.
     runner.batch({"a": 3, "b": 3, "d": 3}, a=(5, 1, 5), b=(9, 0, 8), c=(9, 0, 7), d=(1, 0, 0), e=(9, 0, 5))
     tables = [torch.arange(10).view(5, 2) + 100 * group for group in range(3)]
-    runner.input_batch.block_table = [SimpleNamespace(get_device_tensor=lambda count, t=t: t[:count]) for t in tables]
+    blocks = [SimpleNamespace(get_device_tensor=lambda count, t=t: t[:count]) for t in tables]
+    runner.input_batch.block_table = blocks
     monkeypatch.setattr(first_runner, "announce", lambda *_: None)
     step(runner, {"a": 4, "b": 4, "c": 2, "d": 4, "e": 1})
     assert shared.step.drafted.batch.tolist() == [0, 1, 3]
@@ -174,7 +175,7 @@ def test_the_first_runner_and_prompts_of_one_token(monkeypatch: pytest.MonkeyPat
     finish(runner, 4)
     assert shared.memory.lengths.sum() == 4
     runner.batch({}, a=(1, 0, 0))
-    runner.input_batch.block_table = [SimpleNamespace(get_device_tensor=lambda count, t=t: t[:count]) for t in tables]
+    runner.input_batch.block_table = blocks
     step(runner, {"a": 1})
     assert shared.memory.lengths.sum() == 0
     assert shared.step.num_accepted.tolist() == [1]

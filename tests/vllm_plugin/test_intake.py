@@ -204,7 +204,7 @@ def test_what_cannot_run_is_refused_in_the_front_end(engine_args: type[EngineArg
     changes = {"use_v2_model_runner": False, "cache__mamba_cache_mode": "align"}
     assert engine_args({"method": "mtp"}, **changes).create_engine_config() is not None
     assert engine_args({"mamba_state_commit": "store_all"}, **changes).create_engine_config() is not None
-    with pytest.raises(UnsupportedError, match="runs on V1"):
+    with pytest.raises(UnsupportedError, match=r"runs on V1\. On a CPU, .*, pass --no-enable-prefix-caching \(in"):
         engine_args({"mamba_state_commit": "reconstruct"}, **changes).create_engine_config()
     with pytest.raises(RequestError, match="must be one of store_all, reconstruct, ring; got 'x'"):
         engine_args({"mamba_state_commit": "x"}).create_engine_config()

@@ -115,13 +115,21 @@ def test_a_gpu_has_our_attention(registered: list[Any], backend: str | None) -> 
     assert whole.attention_config.backend is OURS
 
 
-def test_another_attention_is_refused(registered: list[Any]) -> None:
-    """Fault G06: at the start, and never run as a chain."""
-    whole = engine(backend="FLASHINFER")
-    with pytest.raises(UnsupportedError, match=r"attention_backend is FLASHINFER\. Leave it out, or leave draft_tree"):
+@pytest.mark.parametrize(
+    ("platform", "backend"),
+    [("cuda", "FLASHINFER"), ("cuda", "CPU_ATTN"), ("cpu", "FLASH_ATTN"), ("cpu", "CUSTOM")],
+)
+def test_another_attention_is_refused(
+    registered: list[Any], platform: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault G06: at the start, and never run as a chain; also where it is ours on another platform."""
+    monkeypatch.setattr(tree_config.compat, "platform", lambda: platform)
+    whole = engine(backend=backend)
+    message = rf"attention_backend is {backend}\. Leave it out, or leave draft_tree"
+    with pytest.raises(UnsupportedError, match=message):
         prepare(whole, TREE, asked=False)
     assert registered == []
-    assert whole.attention_config.backend.name == "FLASHINFER"
+    assert whole.attention_config.backend.name == backend
 
 
 def test_a_cpu_keeps_its_own(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ class Intake(NamedTuple):
             params: One for all, or one per prompt.
 
         Raises:
-            RequestError: a prompt is empty, too long or not text nor tokens of this model.
+            RequestError: a prompt is empty, too long or not text nor tokens of this model; params are no `SamplingParams`, or not
+                one per prompt.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list; got one string. Wrap it: [prompt].")

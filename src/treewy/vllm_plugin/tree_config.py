@@ -7,7 +7,7 @@ from treewy.vllm_plugin import compat, tree_attention
 from treewy.vllm_plugin.options import WIDTHS, Options, num_drafts
 from treewy.vllm_plugin.synthetic import SYNTHETIC, depth_rates
 
-# The attention backend of plugins, by vLLM's name.
+# The attention backend of plugins, and the only one of a CPU, where ours stands in for it; by vLLM's names.
 CUSTOM, ON_CPU = "CUSTOM", "CPU_ATTN"
 
 
@@ -24,9 +24,10 @@ def prepare(vllm_config: Any, options: Options, asked: bool) -> None:
             synthetic acceptance is of longer paths than the tree's.
         UnsupportedError: another attention backend was chosen.
     """
-    _check_attention(vllm_config.attention_config)
-    if compat.platform() == "cuda":
-        _take_attention(vllm_config.attention_config)
+    attention, on_gpu = vllm_config.attention_config, compat.platform() == "cuda"
+    _check_attention(attention, CUSTOM if on_gpu else ON_CPU)
+    if on_gpu:
+        _take_attention(attention)
     speculative = vllm_config.speculative_config
     if speculative.rejection_sample_method == SYNTHETIC:
         depth_rates(speculative.synthetic_acceptance_rates, len(options.widths or ()))
@@ -49,9 +50,9 @@ def capture_sizes(largest: int, step_rows: int) -> list[int]:
     return sorted(count * step_rows for count in counts if count <= largest)
 
 
-def _check_attention(attention: Any) -> None:
+def _check_attention(attention: Any, ours: str) -> None:
     given = attention.backend
-    if given is not None and given.name not in (CUSTOM, ON_CPU):
+    if given is not None and given.name != ours:
         raise UnsupportedError(
             f"Attention over trees is a backend of its own; attention_backend is {given.name}. Leave it out, or leave {WIDTHS} "
             "out."
